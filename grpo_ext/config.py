@@ -17,7 +17,7 @@ import trl
 
 from . import compat
 from .batching.micro_batches import Form
-from .batching.sizes import BatchGeometry, geometry_of
+from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
@@ -70,6 +70,8 @@ class GRPOConfig(trl.GRPOConfig):
     Raises:
         ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
     """
+
+    _VALID_DICT_FIELDS = [*trl.GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
 
     # What the run means: these change what is learned, and are compared on resume.
     global_batch_size: int | None = setting(
@@ -142,6 +144,17 @@ class GRPOConfig(trl.GRPOConfig):
         "For mixture-of-experts models: record which experts each token was routed to while sampling, and route it to "
         "the same experts in every later forward of the policy. Their weights come from the current router.",
         default=False,
+    )
+    teacher_model: str | None = setting(
+        "A model, by path or id, that the policy is distilled from on its own completions, beside reward functions or "
+        "without any (num_generations may then be 1). A model object is the trainer's argument teacher_model."
+    )
+    teacher_model_init_kwargs: dict[str, Any] | str | None = setting(  # noqa: RUF009  (a dataclass field)
+        "Arguments of from_pretrained for teacher_model, as model_init_kwargs; dtype is float32 by default."
+    )
+    teacher_kl_coef: float | None = setting(
+        "With a teacher: the advantage of each token is increased by this factor times the teacher's log-probability "
+        "of it minus the policy's. Default: 1."
     )
     float32_weight_gradients: bool = setting(
         "With bf16 or fp16: sum and keep the gradients of float32 weights in float32, so that micro-batches of whole "
@@ -265,12 +278,11 @@ class GRPOConfig(trl.GRPOConfig):
                 self.ddp_backend = self.ddp_backend or "gloo"
             else:
                 self.use_cpu = True
-        if not isinstance(self.num_generations, int) or self.num_generations < 2:
-            geometry_of(vars(self), num_processes=1)  # raises, and names the remedy
         # TRL checks that its sizes divide each other; ours need not, so it gets sizes that pass
         neutral = {
-            "per_device_train_batch_size": self.num_generations,
-            "per_device_eval_batch_size": self.num_generations_eval or self.num_generations,
+            "num_generations": (group := max(group_size(vars(self)), 2)),
+            "per_device_train_batch_size": group,
+            "per_device_eval_batch_size": self.num_generations_eval or group,
             "gradient_accumulation_steps": 1,
             "generation_batch_size": None,
             "steps_per_generation": None,

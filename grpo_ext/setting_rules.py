@@ -21,7 +21,7 @@ from .errors import ConfigError, refuse_combination
 _LEAST = dict.fromkeys(("per_device_eval_batch_size", "dynamic_sampling_max_rounds", "bitwise_threads"), 1)
 _LEAST |= {"reward_retries": 0, "reward_workers": 0, "num_generations_eval": 1, "micro_batch_tokens": 2}
 _MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens", "top_k", "reward_timeout", "tool_timeout"}
-_MAY_BE_NONE |= {"trust_region_threshold", "sequence_mask_low", "sequence_mask_high"}
+_MAY_BE_NONE |= {"trust_region_threshold", "sequence_mask_low", "sequence_mask_high", "teacher_kl_coef"}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
@@ -37,6 +37,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
         ("top_p", "a number above 0, at most 1", lambda value: 0 < value <= 1),
         ("top_k", f"a whole number, {least_k} or more", lambda value: value >= least_k and value % 1 == 0),
         ("repetition_penalty", "a number above 0", lambda value: 0 < value < math.inf),
+        ("teacher_kl_coef", "a number above 0, or None for 1 with a teacher", lambda value: 0 < value < math.inf),
         ("routing_replay", "True or False", lambda value: isinstance(value, bool)),
         ("reward_timeout", seconds, lambda value: 0 < value <= TIMEOUT_MAX),
         ("tool_timeout", seconds, lambda value: 0 < value <= TIMEOUT_MAX),

@@ -24,13 +24,14 @@ from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader
 from .batching.sizes import BatchGeometry
 from .checks.model import refuse_frozen
+from .checks.teacher import check_teacher, reward_sources
 from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .components import Components
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import base_model_of
 from .forward.quantised import train_in_float32, trained_values
-from .forward.reference import reference_loader, use_reference
+from .forward.reference import reference_loader, use_fixed_models
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
 from .rollouts.decoding import without_router_logits
@@ -58,7 +59,7 @@ RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's 
 class GRPOTrainer(trl.GRPOTrainer):
     """Drop-in replacement for `trl.GRPOTrainer` whose update is the same for every hardware split.
 
-    Takes the arguments of `trl.GRPOTrainer`; `args` may be a `grpo_ext.GRPOConfig` or a `trl.GRPOConfig`.
+    Takes the arguments of `trl.GRPOTrainer` and a `teacher_model` to distil from; `args` may be TRL's GRPOConfig too.
 
     Example:
 
@@ -98,16 +99,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         tools: list[Callable[..., Any]] | None = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
+        teacher_model: Any = None,
     ) -> None:
         compat.verify_overrides(GRPOTrainer)
         show_messages()
         config = GRPOConfig.for_model(args, model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
+        check_teacher(config, model, teacher_model, processing_class, bool(reward_funcs or environment_factory))
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
-        if reference is not None:
-            loop_args.beta, loop_args.sync_ref_model = 0.0, False  # TRL loads no reference; `use_reference` does
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
         adapters = trained_values(model)
@@ -116,7 +117,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         with compat.hiding_old_names(), compat.starting_vllm_with(options), queue:
             super().__init__(
                 model=model,
-                reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,
+                reward_funcs=reward_sources(reward_funcs, environment_factory, teacher_model or config.teacher_model),
                 args=loop_args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -131,11 +132,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 environment_factory=environment_factory,
             )
         train_in_float32(self.model, adapters)
-        self._build(config, args, reference)
+        self._build(config, args, reference, teacher_model)
 
-    def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None, reference: Any) -> None:
+    def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None, reference: Any, teacher: Any) -> None:
         self._view = TrainerView(self, GRPOTrainer)
-        use_reference(reference, self._view, config)
+        use_fixed_models(reference, teacher, self._view, config)
         parts = Components(self._view, config, user_args)
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
         self._step_planner, self._loss_overrides, self._again = parts.step_planner, parts.loss_overrides, parts.again

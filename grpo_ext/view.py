@@ -47,6 +47,7 @@ class TrainerView:
     # Models and data
     model: Any
     ref_model: Any
+    teacher_model: Any
     accelerator: Accelerator
     processing_class: Any
     tokenizer: Any
@@ -157,7 +158,7 @@ class TrainerView:
 
     @property
     def models(self) -> list[Any]:
-        return [model for model in (self.model, self.ref_model) if model is not None]
+        return [model for model in (self.model, self.ref_model, self.teacher_model) if model is not None]
 
     @property
     def policy(self) -> Any:
@@ -187,6 +188,12 @@ class TrainerView:
         self._trainer.ref_model = model
         self._trainer.beta = self.args.beta = beta
         self.args.sync_ref_model = sync
+
+    def set_teacher(self, model: Any) -> None:
+        loop: Any = self._trainer
+        loop.teacher_model = model
+        if model is not None and self.args.teacher_kl_coef is None:
+            self.args.teacher_kl_coef = 1.0
 
     # ---- The loop's steps, which an interrupted run takes late -----------------------------------------------------
 

@@ -48,6 +48,7 @@ class LossConfig:
     aggregation: str | None = None  # one of `AGGREGATIONS`; None: the loss type's default
     entropy_coefficient: float | None = None  # of the entropy bonus in this step; None without a bonus
     router_coefficient: float | None = None  # of the MoE load-balancing loss; None without one
+    teacher_kl_coef: float | None = None  # of the teacher's advantages; None without a teacher
     log_ratios: bool = False  # log the ratios of the policy to the weights that sampled
     trust_region: str | None = None  # "tv" or "kl" instead of clipped ratios
     trust_region_threshold: float | None = None  # of probability ("tv") or nats ("kl")
@@ -233,6 +234,16 @@ def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: tor
     clipped = ratio.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high)
     bounded = ratio if cfg.delta is None else ratio.clamp(max=cfg.delta)
     return TokenLoss(-torch.min(bounded * advantages, clipped * advantages), bounded)
+
+
+def distillation_advantages(logps_BT: torch.Tensor, teacher_BT: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """The advantage of each token in on-policy distillation, (B, T): minus its term of KL(student || teacher), in nats.
+
+    Without gradient, and without a return over later tokens (Thinking Machines, "On-Policy Distillation", 2025). Times
+    the gradient of the log-probability it is the estimate, from the token that was sampled, of the gradient of the
+    reverse KL with the prefix held fixed, which GKD (arXiv 2306.13649) takes over the whole vocabulary.
+    """
+    return coefficient * (teacher_BT - logps_BT.detach())
 
 
 def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:

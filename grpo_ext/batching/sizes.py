@@ -130,6 +130,18 @@ SETTINGS: dict[str, int | None] = {
 }
 
 
+def group_size(settings: Mapping[str, Any]) -> int:
+    """The completions of a group; a ConfigError for one that has no advantage."""
+    generations, teacher = settings["num_generations"], ("teacher_model", "teacher_kl_coef")
+    least = 2 if all(settings.get(name) is None for name in teacher) else 1
+    if not isinstance(generations, int) or generations < least:
+        raise ConfigError(
+            f"num_generations={generations!r}: a group needs at least 2 completions to have an advantage; use 2 or "
+            "more (8 is TRL's default), or 1 with a teacher and no reward function."
+        )
+    return generations
+
+
 def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
     """The sizes that follow from settings of GRPOConfig, with TRL's defaults for missing ones.
 
@@ -137,12 +149,7 @@ def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometr
     completions. Without `global_batch_size`, TRL's product of micro-batch, accumulation and processes is used.
     """
     sizes = {name: settings.get(name, default) for name, default in SETTINGS.items()}
-    generations = sizes["num_generations"]
-    if not isinstance(generations, int) or generations < 2:
-        raise ConfigError(
-            f"num_generations={generations!r}: a group needs at least 2 completions to have an advantage; use 2 or "
-            "more (8 is TRL's default)."
-        )
+    generations = group_size({**sizes, **settings})
     sizes["num_processes"] = num_processes
     for name, value in sizes.items():
         if value is not None:

@@ -163,9 +163,11 @@ def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
 
     if readable and has_readable_prompts(dataset):
         longest = view.max_completion_length or NEW_TOKENS
-        check_prompt_lengths(iterate_prompts(dataset), lengths, policy.config, longest)
-    models = [base_model_of(model) for model in (policy, view.ref_model) if model is not None]
-    dependent = settle_rope(models, lambda: _longest_sequence(view, lengths) if readable else None)
+        for model in filter(None, (policy, view.teacher_model)):
+            check_prompt_lengths(iterate_prompts(dataset), lengths, base_model_of(model).config, longest)
+    dependent = settle_rope(
+        [base_model_of(model) for model in view.models], lambda: _longest_sequence(view, lengths) if readable else None
+    )
     return refuse([] if dependent is None else [dependent], allow_split_dependent)
 
 

@@ -145,7 +145,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     """Refuse a trainer that cannot be trained, and turn dropout off where asked; returns what is not covered."""
     policy = view.model
     if config.disable_dropout:
-        for module in filter(None, (policy, view.ref_model)):
+        for module in view.models:
             models.disable_random_parts(module)
     _refuse_settings(view, config)
     if method := view.overridden("_prepare_inputs"):
@@ -184,15 +184,15 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
 
 
 def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:
-    sampling = other_sampling(view)
+    sampling, copied = other_sampling(view), [m for m in (view.model, view.teacher_model) if m is not None]
     noise = list(models.random_parts(view.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
         f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
         "copy of them)": sampling,
         f"{''.join(noise[:1])} (two threads would draw from one stream of random numbers; use disable_dropout=True "
         "and no NEFTune)": noise,
-        "weights in 8 bits (a copy and the model cannot share their scales, which bitsandbytes hands to the layer that "
-        "runs first; use load_in_4bit)": outlier_thresholds(view.model),
+        "weights in 8 bits (a copy and the model, or the teacher, cannot share their scales, which bitsandbytes hands "
+        "to the layer that runs first; use load_in_4bit)": any(map(outlier_thresholds, copied)),
         "images together with tools or an environment (not implemented)": view.takes_images
         and bool(view.tools or view.environment_factories),
         "a stream (rows are read before their step; use a data set with a length)": not hasattr(
@@ -200,7 +200,8 @@ def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:
         ),
     }
     refuse_combination(f"rollout_lag={config.rollout_lag}", others, "Change that, or use rollout_lag=0.")
-    sharing_copy(view.model, set(), next(view.model.parameters()).device)  # raises where it cannot
+    for model in copied:
+        sharing_copy(model, set(), next(view.model.parameters()).device)  # raises where it cannot
 
 
 def _check_sequence_parallel(view: TrainerView, rollouts: Rollouts, size: int) -> None:
@@ -283,6 +284,7 @@ def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
         "processing_class (a processor)": isinstance(view.processing_class, ProcessorMixin),
         "tools (asynchronous)": no_loop and any(map(inspect.iscoroutinefunction, view.standalone_tools)),
         "beta": not view.args.beta and view.ref_model is None and view.beta,
+        "teacher_model": view.teacher_model,
         "args.steps_per_generation": view.args.steps_per_generation,
     }
     if prepare is not None:

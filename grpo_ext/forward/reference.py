@@ -1,4 +1,6 @@
-"""The reference model: the policy at its start, built on every process after TRL's constructor.
+"""The models that are not trained, built on every process after TRL's constructor: the reference, and the teacher.
+
+The reference is the policy at its start.
 
 Differs from TRL, which loads it by name, or takes the base of an adapter for it: a model object needs no name and may
 have been changed, and an adapter may start anywhere. Used once, while the trainer is built.
@@ -14,11 +16,12 @@ import trl
 from peft import PeftModel
 
 from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
+from ..config import GRPOConfig
 from ..errors import ConfigError, ModelError
 from ..runtime.collectives import copy_from_main_process, shards_parameters
 from ..view import TrainerView
 from .architecture import base_model_of
-from .lm_head import install
+from .lm_head import install, refuse_unknown_head
 from .quantised import keep_4bit_weights, outlier_thresholds
 from .snapshot import deep_copy, refuse_replaced_forward, sharing_copy
 from .tiled_log_probs import gathered
@@ -32,8 +35,18 @@ def reference_loader(
 ) -> Callable[[Any], Any] | None:
     """What returns the reference of a model (a name or an object), given the policy that TRL makes of it afterwards.
 
-    None where the run needs no further model: `beta` is zero, or an adapter holds its start.
+    None where the run needs no further model: `beta` is zero, or an adapter holds its start. Otherwise the KL settings
+    are hidden from TRL's constructor, which would load one.
     """
+    load = _reference_loader(model, args, peft_config, quantization_config)
+    if load is not None:
+        args.beta, args.sync_ref_model = 0.0, False  # `use_fixed_models` puts them back
+    return load
+
+
+def _reference_loader(
+    model: Any, args: trl.GRPOConfig, peft_config: Any, quantization_config: Any
+) -> Callable[[Any], Any] | None:
     if args.beta == 0.0:
         return None
     if peft_config is not None or isinstance(model, PeftModel):
@@ -54,16 +67,20 @@ def reference_loader(
         except ModelError:
             if not name:
                 raise
-    load: dict[str, Any] = dict(args.model_init_kwargs or {})  # type: ignore[arg-type]
+    load = _load_arguments(args, args.model_init_kwargs)
     if quantization_config is not None:
         load["quantization_config"] = quantization_config
-    if args.distributed_state is not None and args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
-        load["device_map"] = None  # several processes cannot spread a model over the devices
-    load.setdefault("trust_remote_code", getattr(args, "trust_remote_code", False))
     if not isinstance(model, str):
         load.setdefault("dtype", model.dtype)
         load.setdefault("attn_implementation", model.config._attn_implementation)
     return functools.partial(_loaded, name, load)
+
+
+def _load_arguments(args: trl.GRPOConfig, kwargs: Any) -> dict[str, Any]:
+    load = {"trust_remote_code": getattr(args, "trust_remote_code", False), **(kwargs or {})}
+    if args.distributed_state is not None and args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        load["device_map"] = None  # several processes cannot spread a model over the devices
+    return load
 
 
 def _holds_its_start(model: Any, peft_config: Any) -> bool:
@@ -140,21 +157,46 @@ def _is_partitioned(model: Any) -> bool:
 
 
 @torch.no_grad()
-def use_reference(load: Callable[[Any], Any] | None, view: TrainerView, config: trl.GRPOConfig) -> None:
-    """Give the trainer its reference, and the KL settings that were hidden from TRL's constructor."""
-    if load is None:
-        return
-    model, accelerator = load(view.model), view.accelerator
+def use_fixed_models(load: Callable[[Any], Any] | None, teacher: Any, view: TrainerView, config: GRPOConfig) -> None:
+    """Give the trainer its teacher (None: that of the settings, if any) and its reference, with its KL settings."""
+    if load is not None:
+        reference = _prepared(load(view.model), view)
+        view.set_reference(reference, config.beta, config.sync_ref_model)
+        if config.sync_ref_model:
+            view.add_callback(SyncRefModelCallback(reference, view.accelerator))
+    if teacher is None and config.teacher_model is not None:
+        arguments = _load_arguments(view.args, config.teacher_model_init_kwargs)
+        teacher = create_model_from_path(config.teacher_model, **arguments)
+    if teacher is not None:
+        _refuse_teacher(teacher, view)
+        teacher = _prepared(teacher.requires_grad_(False).eval(), view)
+    view.set_teacher(teacher)
+
+
+def _refuse_teacher(teacher: Any, view: TrainerView) -> None:
+    refuse_unknown_head(base_model_of(teacher))
+    known, sampled = (base_model_of(model).config.get_text_config().vocab_size for model in (teacher, view.model))
+    if known < sampled:
+        raise ModelError(
+            f"the teacher's vocab_size={known} is less than the policy's {sampled}, so it cannot score every token "
+            f"that the policy may sample; call resize_token_embeddings({sampled}) on it, and pass it as teacher_model."
+        )
+    if shards_parameters(view.accelerator) and getattr(teacher, "is_quantized", False):
+        raise ModelError(
+            "a teacher with quantised weights under FSDP or DeepSpeed, which would cut them; load it in bfloat16 "
+            "(teacher_model_init_kwargs={'dtype': 'bfloat16'}), or train with DDP."
+        )
+
+
+def _prepared(model: Any, view: TrainerView) -> Any:
+    """A model with the weights of the main process and this package's head, in the wrapper of an engine."""
+    accelerator = view.accelerator
     if not _is_partitioned(model):
         copy_from_main_process(model, accelerator.device)
     keep_4bit_weights(model)
     install(base_model_of(model), view.temperature, view.args.cast_lm_head_to_fp32)
     if view.is_deepspeed_enabled:
-        model = prepare_deepspeed(model, accelerator)
-    elif view.is_fsdp_enabled:
-        model = prepare_fsdp(model, accelerator)
-    else:
-        model = accelerator.prepare_model(model, evaluation_mode=True)
-    view.set_reference(model, config.beta, config.sync_ref_model)
-    if config.sync_ref_model:
-        view.add_callback(SyncRefModelCallback(model, accelerator))
+        return prepare_deepspeed(model, accelerator)
+    if view.is_fsdp_enabled:
+        return prepare_fsdp(model, accelerator)
+    return accelerator.prepare_model(model, evaluation_mode=True)

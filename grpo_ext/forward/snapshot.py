@@ -103,10 +103,10 @@ def _tensors(model: nn.Module) -> Tensors:
 
 
 class Snapshot:
-    """Copies of policy and reference that hold the weights of one moment; once `abandoned`, a forward raises."""
+    """Copies that hold the weights of one moment, a teacher's are shared; once `abandoned`, a forward raises."""
 
     def __init__(
-        self, policy: nn.Module, reference: nn.Module | None, reference_moves: bool, device: Any, prepare: Any
+        self, policy: nn.Module, reference: Any, reference_moves: bool, device: Any, prepare: Any, teacher: Any = None
     ) -> None:
         self.device, self.abandoned = torch.device(device), threading.Event()
         trained: Tensors = {name: p for name, p in policy.named_parameters() if p.requires_grad}
@@ -116,6 +116,7 @@ class Snapshot:
         self._copied: list[Tensors] = []
         self.policy = self._copy(policy, self._live[0].keys(), prepare)
         self.reference = None if reference is None else self._copy(reference, self._live[1].keys(), prepare)
+        self.teacher = None if teacher is None else self._copy(teacher, frozenset(), prepare)
 
     def _copy(self, model: nn.Module, moving: Set[str], prepare: Any) -> Any:
         twin = sharing_copy(model, moving, self.device)
@@ -134,7 +135,7 @@ class Snapshot:
         return Weights(progress, *parts)
 
     def put_in_place(self, weights: Weights) -> None:
-        # without a reference, only the policy is copied
+        # without a reference, only the policy is copied; a teacher, the last, has no weights of its own
         for tensors, part in zip(self._copied, (weights.policy, weights.reference), strict=False):
             if missing := tensors.keys() ^ part.keys():
                 raise ModelError(f"the weights to sample with and the model differ in parameters: {sorted(missing)}")

@@ -134,11 +134,12 @@ def reward_names() -> list[str]:
 def resolve_rewards(names: list[str], max_completion_length: int | None = None) -> list[RewardFunction]:
     """Reward functions by short name (`reward_names()`), `package.module.function`, or `path/to/file.py:function`.
 
-    `max_completion_length` in tokens is the budget of `length_penalty`, `soft_overlong` and `cosine`.
+    `["none"]`, for a run that has a teacher, gives no function. `max_completion_length` in tokens is the budget of
+    `length_penalty`, `soft_overlong` and `cosine`.
     """
     if not names:
-        raise ConfigError(f"GRPO needs at least one reward; use {_known()}.")
-    return [_resolve(name, max_completion_length) for name in names]
+        raise ConfigError(f"GRPO needs at least one reward; use {_known()}, or none beside a teacher.")
+    return [] if names == ["none"] else [_resolve(name, max_completion_length) for name in names]
 
 
 def _known() -> str:

@@ -51,7 +51,7 @@ from .local import LocalRollout, RolloutSettings
 from .settings import template_of
 from .tools import Environments, Pools
 from .vllm import VllmServer
-from .worker import RolloutWorker
+from .worker import Models, RolloutWorker
 
 if TYPE_CHECKING:
     from .source import Rollouts
@@ -340,12 +340,12 @@ def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
         install(base_model_of(model), view.temperature, view.args.cast_lm_head_to_fp32)
         return accelerator.prepare_model(model, evaluation_mode=True)
 
-    policy, reference = accelerator.unwrap_model(view.model), view.ref_model
-    reference = None if reference is None else accelerator.unwrap_model(reference)
+    policy, others = view.policy, (view.ref_model, view.teacher_model)
+    reference, teacher = (None if model is None else accelerator.unwrap_model(model) for model in others)
     device = next(policy.parameters()).device
-    snapshot = Snapshot(policy, reference, view.args.sync_ref_model, device, prepare)
+    snapshot = Snapshot(policy, reference, view.args.sync_ref_model, device, prepare, teacher)
     if view.args.bitwise_invariant:
-        align_memory(*(model for model in (snapshot.policy, snapshot.reference) if model is not None))
+        align_memory(*filter(None, (snapshot.policy, snapshot.reference, snapshot.teacher)))
     return snapshot
 
 
@@ -386,10 +386,11 @@ def _worker(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> Rollout
         engine = TransformersEngine(
             lambda: snapshot.policy, generating, settings, images.of_transcripts, rollouts.memory
         )
-    twins = (view.model, snapshot.policy), (view.ref_model, snapshot.reference)
+    models = Models(snapshot.policy, snapshot.reference, snapshot.teacher)
+    twins = zip((view.model, view.ref_model, view.teacher_model), models, strict=True)
     return RolloutWorker(
         forwards=main.forwards.copy(accelerator, [pair for pair in twins if pair[0] is not None]),
-        models=lambda: (snapshot.policy, snapshot.reference),
+        models=lambda: models,
         engine=engine,
         rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),
         images=images,

@@ -34,10 +34,12 @@ ROW_IMAGES = "row_images"  # of a model that takes images (`rollouts.images`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
 EXPERTS = "experts"
 _NOT_OF_TRL = (KEPT_COUNTS, KEPT_IDS, EXPERTS)
+TEACHER_LOGPS = "teacher_per_token_logps"  # TRL's dictionary has it too, so that overrides pass it on
+MODEL_LOGPS = ("old_per_token_logps", "ref_per_token_logps", TEACHER_LOGPS)
 # columns with one value for each token, in TRL's dictionary (B, T)
 _OF_TOKENS = (
     *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
-    *("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"),
+    *(*MODEL_LOGPS, "sampling_per_token_logps", "importance_sampling_ratio"),
 )
 
 
@@ -96,8 +98,8 @@ class RolloutBatch:
     #   that `mask_truncated_completions` leaves out
     # - advantages: (B,), or one for each token
     # - tool_mask: 0 on tokens of tools and environments, which carry no loss; missing where there are none
-    # - old_per_token_logps, ref_per_token_logps, sampling_per_token_logps: of the policy that sampled, the reference,
-    #   and the inference engine; each only where the run needs it
+    # - old_, ref_, teacher_ and sampling_per_token_logps: of the policy that sampled, the reference, the teacher and
+    #   the inference engine; each only where the run needs it
     # - importance_sampling_ratio: of the policy to the engine, (B, 1) or one for each token
     # - row_images: of a model that takes images, the bytes of a file with all that a completion shows; rows with the
     #   same images share one object

@@ -34,7 +34,7 @@ from .settings import LOGPS, own_sampling, suppressed_in, template_of
 from .source import Rollouts
 from .vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
 from .vllm_weights import Generation, versions_of
-from .worker import RolloutWorker
+from .worker import Models, RolloutWorker
 
 logger = get_logger(__name__)
 
@@ -79,7 +79,7 @@ def _worker(
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None
     return RolloutWorker(
         forwards=forwards,
-        models=lambda: (view.model, view.ref_model),
+        models=lambda: Models(view.model, view.ref_model, view.teacher_model),
         engine=_engine(view, settings, images, memory),
         rewards=RewardRunner(view.accelerator.device, faults, workers, view.async_loop, view.profile),
         images=images,

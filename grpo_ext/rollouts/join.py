@@ -174,10 +174,9 @@ def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: b
         if len(experts) != len(transcripts):
             raise RolloutError("routing_replay=True: some completions came without experts.")
         columns[EXPERTS] = Ragged.of(experts)
-    for name, logps in (("old_per_token_logps", local.old_logps), ("ref_per_token_logps", local.ref_logps)):
-        if logps is not None:  # none of the tokens of a completion that is masked out
-            pairs = zip(logps, lengths, strict=True)
-            columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in pairs])
+    for name, logps in local.logps.items():  # none of the tokens of a completion that is masked out
+        pairs = zip(logps, lengths, strict=True)
+        columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in pairs])
     if transcripts and transcripts[0].logps is not None:  # NaN where the engine did not report it
         rows = ([math.nan if value is None else value for value in t.logps or ()] for t in transcripts)
         columns["sampling_per_token_logps"] = Ragged.of(

@@ -79,6 +79,7 @@ class SamplingSettings:
 class LogprobSettings:
     of_policy: bool  # for training (`trained_on`), to check vLLM's, or to record experts
     of_reference: bool
+    of_teacher: bool
     trained_on: bool  # the policy's are columns of the rollout batch
     record_experts: bool  # by the policy's forward, because the sampler does not
     batch_size: int  # of a forward without gradients, as `max_tokens`
@@ -117,8 +118,8 @@ class LocalRollout:
     transcripts: list[Transcript] = field(default_factory=list)
     has_mask: bool = False  # completions may contain tokens of tools or of an environment
     extra_fields: dict[str, Any] = field(default_factory=dict)  # of a `rollout_func`, beside TRL's lists
-    old_logps: list[torch.Tensor] | None = None  # of each transcript's tokens, (T,); None where they are not needed
-    ref_logps: list[torch.Tensor] | None = None
+    # of each transcript's tokens, (T,), by the column of the rollout batch; those that the run needs
+    logps: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     # NaN where a function does not apply; None where the user's `_calculate_rewards` makes them
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)

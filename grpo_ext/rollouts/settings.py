@@ -89,6 +89,7 @@ def _logprobs(
     return LogprobSettings(
         of_policy=trained_on or record_experts or (unchecked and not hooks.sampling),
         of_reference=view.beta != 0.0,
+        of_teacher=view.teacher_model is not None,
         trained_on=trained_on,
         record_experts=record_experts,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,

@@ -12,7 +12,7 @@ import itertools
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process, uneven_collectives
+from .batch import MODEL_LOGPS
 from .decoding import unique
 from .engine import Engine, EngineSettings, cut_calls
 from .images import ImageSource
@@ -35,13 +36,18 @@ from .transcript import Sampled, TokenRecord, Transcript, share_prompt_experts
 from .trl_shapes import take_generated, take_rollout
 
 
+class Models(NamedTuple):
+    policy: Any
+    reference: Any | None  # None: the policy without its adapter
+    teacher: Any | None
+
+
 @dataclass
 class RolloutWorker:
     """Makes one process's part of rollout batches, in the main thread or on the thread that samples ahead."""
 
     forwards: ForwardRunner
-    # returns the policy and the reference model; None where that is the policy without its adapter
-    models: Callable[[], tuple[Any, Any | None]]
+    models: Callable[[], Models]
     engine: Engine
     rewards: RewardRunner
     images: ImageSource
@@ -189,17 +195,18 @@ class RolloutWorker:
 
     def add_logprobs(self, local: LocalRollout) -> None:
         logprobs = local.settings.logprobs
-        if not (logprobs.of_policy or logprobs.of_reference):
+        wanted = zip(MODEL_LOGPS, Models._fields, (logprobs.of_policy, logprobs.of_reference, logprobs.of_teacher))
+        if not (names := {column: name for column, name, needed in wanted if needed}):
             return
         rows = self._token_rows(local)
         has_rows = bool(len(rows))
         if not has_rows:  # a stand-in row: a forward may be a collective, and a user's override may hold one
             rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
 
-        def log_probs(by_reference: bool) -> list[torch.Tensor]:
-            # the reference routes by itself
-            of_model = replace(rows, experts_NC=None) if by_reference else rows
-            logps_S, experts_NC = self._log_probs(of_model, local.settings, by_reference)
+        def log_probs(name: str) -> list[torch.Tensor]:
+            # the reference and the teacher route by themselves
+            of_model = rows if name == "policy" else replace(rows, experts_NC=None)
+            logps_S, experts_NC = self._log_probs(of_model, local.settings, name)
             if has_rows and experts_NC is not None:
                 bounds = itertools.pairwise(rows.starts_B)
                 for transcript, (start, stop) in zip(local.transcripts, bounds, strict=True):
@@ -208,23 +215,22 @@ class RolloutWorker:
             return list(logps_S.cpu().split(list(rows.completions_B))) if has_rows else []
 
         with self.clock.phase("logps"):
-            if logprobs.of_policy:
-                local.old_logps = log_probs(False)
-            if logprobs.of_reference:
-                local.ref_logps = log_probs(True)
+            local.logps = {column: log_probs(name) for column, name in names.items()}
 
     def _log_probs(
-        self, rows: TokenRows, settings: RolloutSettings, by_reference: bool
+        self, rows: TokenRows, settings: RolloutSettings, name: str
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        policy, reference = self.models()
-        model = reference if by_reference and reference is not None else policy
+        """Scores by one of the models, by its name in `Models`."""
+        models = self.models()
+        model = getattr(models, name)
         without_adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if by_reference and reference is None:
-            without_adapter = as_reference(self.forwards.accelerator.unwrap_model(policy))
+        if model is None:
+            model = models.policy
+            without_adapter = as_reference(self.forwards.accelerator.unwrap_model(model))
         logprobs = settings.logprobs
         limits = ForwardLimits(logprobs.batch_size, logprobs.max_tokens, settings.sampling.num_generations)
         with without_adapter, self.forwards.without_gradients(model):
-            return self.forwards.rollout_log_probs(model, rows, limits, logprobs.record_experts and not by_reference)
+            return self.forwards.rollout_log_probs(model, rows, limits, logprobs.record_experts and name == "policy")
 
     def _token_rows(self, local: LocalRollout) -> TokenRows:
         """The transcripts for a forward, without the tokens of completions that are masked out."""

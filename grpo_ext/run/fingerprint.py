@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,16 @@ LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together", "sequence_paral
 
 
 def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]:
-    accelerator, reference = view.accelerator, view.ref_model
-    return {
+    accelerator = view.accelerator
+    others = {"reference": view.ref_model, "teacher": view.teacher_model}
+    fixed = {name: accelerator.unwrap_model(model) for name, model in others.items() if model is not None}
+    teacher = {}
+    if "teacher" in fixed:
+        settings = base_model_of(fixed["teacher"]).config.to_dict()
+        teacher["teacher"] = {"kl_coef": view.args.teacher_kl_coef, "config": _plain(settings, _NOT_COMPUTED)}
+    return teacher | {
         "data": data_fingerprint(view.train_dataset),
-        "model": model_fingerprint(
-            view.policy,
-            None if reference is None else accelerator.unwrap_model(reference),
-            whole=not shards_parameters(accelerator),
-        ),
+        "model": model_fingerprint(view.policy, fixed, whole=not shards_parameters(accelerator)),
         "tokenizer": tokenizer_fingerprint(view.tokenizer),
         "end_tokens": sorted(view.eos_token_ids),
         "rewards": list(view.reward_func_names),
@@ -172,18 +174,19 @@ def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def model_fingerprint(
-    model: torch.nn.Module, reference: torch.nn.Module | None = None, whole: bool = True
+    model: torch.nn.Module, others: Mapping[str, torch.nn.Module] | None = None, whole: bool = True
 ) -> dict[str, Any]:
     """Class, configuration, adapters, and hashes of the weights.
 
-    "sha256" covers names, shapes and types of all weights, "frozen" the values of those that checkpoints do not hold;
-    None where this process does not hold them `whole`.
+    "sha256" covers names, shapes and types of all weights, "frozen" the values of those that checkpoints do not hold,
+    such as those of the `others`, by the names of these models; None where this process does not hold them `whole`.
     """
     config: Any = getattr(base_model_of(model), "config", None)
     frozen = None
     if whole:
         fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        fixed += [] if reference is None else [(f"reference {name}", p) for name, p in reference.named_parameters()]
+        for kind, other in (others or {}).items():
+            fixed += [(f"{kind} {name}", p) for name, p in other.named_parameters()]
         frozen = _sample_hash(sorted(fixed, key=lambda pair: pair[0]))
     digest = hashlib.sha256()
     count = 0
@@ -244,7 +247,7 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
         model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
-        return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
+        return {"teacher": None} | fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
 
     old, new = flat(saved), flat(current)
     both = old.keys() & new.keys() | ({*_OPTIONAL} if saved["settings"] else set())

@@ -11,14 +11,14 @@ import torch
 
 from ..batching.micro_batches import MicroBatch
 from ..forward.rows import TokenRows
-from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
+from ..rollouts.batch import MODEL_LOGPS, SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.transfer import to_device
 from .settings import StepSettings
 from .statistics import StepContext
 
 _OF_LOSS = (
-    *("completion_mask", "tool_mask", "advantages", "old_per_token_logps", "ref_per_token_logps"),
+    *("completion_mask", "tool_mask", "advantages", *MODEL_LOGPS),
     *("sampling_per_token_logps", "importance_sampling_ratio", SAMPLER_LOGPS),
 )
 

@@ -10,6 +10,7 @@ from ..algorithms.losses import (
     TokenBatch,
     TokenLoss,
     clip_indicators,
+    distillation_advantages,
     load_balancing_loss,
     token_loss,
     token_weights,
@@ -17,7 +18,7 @@ from ..algorithms.losses import (
 from ..errors import ConfigError, ModelError
 from ..forward.lm_head import RouterOutput
 from ..forward.runner import MicroBatchScores
-from ..rollouts.batch import SAMPLER_LOGPS
+from ..rollouts.batch import SAMPLER_LOGPS, TEACHER_LOGPS
 from .inputs import LossInputs
 from .statistics import loss_mask
 
@@ -50,7 +51,7 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
     batch = TokenBatch(
         logps_BT=logps,
         mask_BT=mask,
-        advantages_B=columns["advantages"],
+        advantages_B=_advantages(cfg, logps, mask, micro_batch),
         old_logps_BT=columns.get("old_per_token_logps"),
         ref_logps_BT=columns.get("ref_per_token_logps"),
         sampling_logps_BT=columns.get("sampling_per_token_logps"),
@@ -75,6 +76,25 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
     if cfg.log_ratios and batch.old_logps_BT is not None:
         _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, micro_batch)
     return loss * weight
+
+
+def _advantages(
+    cfg: LossConfig, logps_BT: torch.Tensor, mask_BT: torch.Tensor, micro_batch: LossInputs
+) -> torch.Tensor:
+    """The advantages of the rollout batch; with a teacher one for each token, (B, T)."""
+    advantages, teacher_BT = micro_batch.columns["advantages"], micro_batch.columns.get(TEACHER_LOGPS)
+    if cfg.teacher_kl_coef is None:
+        return advantages
+    if teacher_BT is None:
+        raise ConfigError(
+            f"these completions have no {TEACHER_LOGPS}, which the teacher's advantages need; an override of "
+            "_generate_and_score_completions, compute_loss or _compute_loss has to pass on what super() returns, or "
+            "what it is given, under this name."
+        )
+    kl_BT = logps_BT.detach() - teacher_BT
+    micro_batch.step.metrics.add_tokens("teacher_kl", kl_BT, mask_BT, micro_batch.part.weight)
+    per_token = advantages[:, None] if advantages.dim() == 1 else advantages
+    return per_token + distillation_advantages(logps_BT, teacher_BT, cfg.teacher_kl_coef)
 
 
 def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, micro_batch: LossInputs) -> None:
@@ -128,11 +148,12 @@ def _add_policy_metrics(
     metrics, weight = micro_batch.step.metrics, micro_batch.part.weight
     if tokens.kl_BT is not None:
         metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
-    if tokens.vespo_phi_B1 is not None:
+    whole = cfg.teacher_kl_coef is None  # else the tokens of a completion have advantages of their own
+    if tokens.vespo_phi_B1 is not None and whole:
         metrics.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi_B1, weight)
     if tokens.left_out_B1 is not None:
         metrics.add_sequences("sequence_mask/left_out", tokens.left_out_B1, weight)
-    per_sequence = cfg.importance_sampling_level == "sequence"
+    per_sequence = cfg.importance_sampling_level == "sequence" and whole
     for name, clipped in clip_indicators(cfg, tokens, advantages).items():
         mean_name = f"{name}_mean" if name.startswith("clip_ratio/") else name
         if per_sequence:

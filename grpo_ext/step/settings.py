@@ -39,6 +39,7 @@ def step_settings_of(view: TrainerView) -> StepSettings:
     in_trl_form = custom_loss or view.overridden("_get_per_token_logps_and_entropies") is not None
     # terms that are not zero at advantage 0
     always_adds = view.beta != 0.0 or view.entropy_bonus or router or quantile < 1.0
+    always_adds = always_adds or view.teacher_model is not None
     always_adds = always_adds or custom_loss or adds_at_zero_advantage(view.loss_type)
     return StepSettings(
         skip_zeros=view.args.skip_zero_contribution and training and not always_adds,
@@ -63,5 +64,6 @@ def loss_config_of(view: TrainerView) -> LossConfig:
         aggregation=args.loss_aggregation,
         entropy_coefficient=(view.entropy_coef if acts else 0.0) if view.entropy_bonus else None,
         router_coefficient=view.router_aux_loss_coef if view.aux_loss_enabled else None,
+        teacher_kl_coef=None if view.teacher_model is None else args.teacher_kl_coef,
         log_ratios=bool(args.rollout_lag) and view.model.training,
     )

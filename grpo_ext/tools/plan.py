@@ -62,6 +62,8 @@ class MemoryLayout:
     sampled_tokens: int  # in one `generate` call at maximal length, prompts included
     checkpointing: bool = True  # gradient checkpointing
     reference: bool = False  # a separate reference model is in memory
+    teacher: int = 0  # parameters of the teacher
+    teacher_bytes: int = _WEIGHT_BYTES  # of each
     bitwise: bool = False  # gradients are summed as 64-bit integers
     weights_ahead: int = 0  # copies of the trained weights on this device, to sample ahead
     head_tile: int = TILE[0] * TILE[1]  # logits that the head computes at a time
@@ -99,6 +101,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         "weights": resident_weights + gathered,
         "half-precision copies": casts,
         "reference": resident_weights if layout.reference else 0,
+        "teacher": layout.teacher * layout.teacher_bytes / (layout.processes if shards_weights else 1),
         "gradients": (width if deepspeed else 4) * model.trained / holders + reduced,
         "gradient of the head": 4 * model.head,
         "optimizer": (8 + masters) * model.trained / holders,
@@ -110,7 +113,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         "weights that sample": layout.weights_ahead * width * model.trained,
         "key-value cache": model.cache_bytes * layout.sampled_tokens,
     }
-    resident = sum(parts[n] for n in ("weights", "reference", "optimizer", "weights that sample"))
+    resident = sum(parts[n] for n in ("weights", "reference", "teacher", "optimizer", "weights that sample"))
     in_a_step = ("half-precision copies", "gradients", "gradient of the head", "bitwise sums", "activations", "logits")
     step = resident + sum(parts[n] for n in in_a_step)
     # to generate, TRL gathers the weights of ZeRO-3, FSDP2 gathers layer by layer, and the others hold half copies
@@ -155,9 +158,8 @@ def measure(
 ) -> ModelSizes:
     """Measure the sizes of an architecture, without its weights."""
     text = config.get_text_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    parameters, head = sum(p.numel() for p in model.parameters()), model.get_output_embeddings()
+    model = without_weights(config)
+    parameters, head = model.num_parameters(), model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     adapters = None if lora_rank is None else sum(lora_rank * (m.in_features + m.out_features) for m in linear)
     stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers]
@@ -181,6 +183,11 @@ def measure(
         form=choice.planned(model),
         form_in_words=choice.described(model),
     )
+
+
+def without_weights(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def _saved_per_token(config: Any, compute: str) -> float:
@@ -309,7 +316,8 @@ def expected_memory(
 def _layout_of(
     geometry: BatchGeometry, settings: Mapping[str, Any], engine: str, tokens: int, completion: int
 ) -> MemoryLayout:
-    lag = settings.get("rollout_lag")
+    lag, teacher = settings.get("rollout_lag"), settings.get("teacher_model")
+    load = dict(settings.get("teacher_model_init_kwargs") or {})
     return MemoryLayout(
         engine,
         geometry.num_processes,
@@ -318,6 +326,8 @@ def _layout_of(
         sampled_tokens=0 if settings.get("use_vllm") else geometry.generate_size * completion,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
+        teacher=0 if teacher is None else without_weights(load_config(teacher)).num_parameters(),
+        teacher_bytes=getattr(torch, str(load.get("dtype", "float32")).removeprefix("torch.")).itemsize,
         bitwise=bool(settings.get("bitwise_invariant", False)),
         weights_ahead=lag + 1 if lag else 0,  # one for each rollout batch ahead, and one for the current one
         sequence_parallel_size=geometry.sequence_parallel_size,

@@ -38,7 +38,7 @@ _PLOTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Reward", "reward", ("reward", "rewards/.+/mean")),
     ("Completion length", "tokens", ("completions/(mean|min|max)_length",)),
     ("Cut completions, clipped tokens, groups without variance", "share", _SHARES),
-    ("Entropy, KL to the reference", "nats per token", ("entropy", "kl")),
+    ("Entropy, KL to the reference and the teacher", "nats per token", ("entropy", "kl", "teacher_kl")),
     ("Gradient norm before clipping", "norm", ("grad_norm",)),
     ("Time by phase", "seconds per step", ("step_time", "time/.+")),
 )

@@ -14,7 +14,7 @@ OURS, STOCK = "grpo_ext", "trl"
 # settings of this package that change what is learned; None, False or 0 turns them off
 ALGORITHM = {
     *("advantage_estimator", "advantage_k", "loss_aggregation", "dynamic_sampling", "rollout_lag"),
-    *("sampling_mask", "routing_replay"),
+    *("sampling_mask", "routing_replay", "teacher_model", "teacher_kl_coef"),
     *("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high"),
 }
 

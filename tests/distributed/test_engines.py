@@ -50,6 +50,7 @@ class Job:
     changed: bool = False  # the model object has other weights than its files
     nameless: bool = False  # a model object that cannot be loaded again by name
     model: str = "model"
+    teacher: str | None = None
     whole: bool = False  # gradients are not reduced before the last micro-batch
     tools: bool = False  # which processes are done with in different turns
     again: str | None = None  # the job whose third step runs again
@@ -79,6 +80,7 @@ FEW = [
     Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2, **REPLAYED}),
     Job("routed", ROUTED, model="moe"),
     Job("few", FEW_ROWS),  # one group: others have none
+    Job("teacher", {**REPLAYED, "num_generations": 4, "max_steps": 2}, teacher="moe"),
     Job("whole", {"max_steps": 2}, whole=True),  # the control of FSDP2's gradients
     Job("lora_random", {**FEW_ROWS, "beta": 0.1}, lora=True, start=False),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
@@ -122,6 +124,8 @@ def prepare(folder: Path, model: Path, jobs: list[Job], shares: bool = False) ->
         settings = {"rollout_chunk_size": 16, "max_steps": 3, "adam_epsilon": ADAM_EPSILON, **SIZES, **job.config}
         if job.shared and shares:
             settings["sequence_parallel_size"] = 2
+        if job.teacher is not None:
+            settings["teacher_model"] = str(model.with_name(job.teacher))
         changes = {
             "config": config_kwargs(folder / (job.again or job.name), **settings),
             "model": str(model.with_name(job.model)),
@@ -247,7 +251,7 @@ def test_the_update_and_the_log_are_those_of_one_process(launches, engine, proce
     assert gap(one["few"], several["seed"]) > DIFFERENT
     for name in errors:
         for line, other in zip(one[name].log, several[name].log, strict=True):
-            for key in ("loss", "reward", "entropy", "kl", "grad_norm", "completions/mean_length"):
+            for key in ("loss", "reward", "entropy", "kl", "teacher_kl", "grad_norm", "completions/mean_length"):
                 if key in line:
                     assert line[key] == pytest.approx(other[key], rel=2e-5, abs=2e-6), (name, key)
 

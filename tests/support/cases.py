@@ -48,6 +48,7 @@ class Case:
     model: str = "qwen2"
     peft: dict[str, Any] | None = None
     rewards: tuple[Any, ...] = (letter_reward,)
+    teacher: str | None = None  # a kind of model
     prompts: int = 22
     evaluate: bool = False
     rollout_func: Any = None
@@ -80,6 +81,7 @@ AHEAD = {
     "ahead_hybrid": Case({"loss_type": "grpo", "rollout_lag": 1, "max_steps": 5}, model="lfm2"),
     "ahead_bf16": Case({"bf16": True, "rollout_lag": 1, **ONE_ROLLOUT, "rollout_batch_size": 16}),
     "ahead_images": Case({"rollout_lag": 2, "max_steps": 4}, "llava", rewards=(picture_reward,), prompts=8),
+    "ahead_teacher": Case({"rollout_lag": 1, **TWO_STEPS, **FILTERED, "max_steps": 5}, teacher="llama"),
 }
 
 CASES = {
@@ -167,6 +169,11 @@ CASES = {
     ),
     "sequence_mask": Case({"sequence_mask_low": 0.97, "sequence_mask_high": 1.05, "beta": 0.1, **REUSED}),
     "own_loss": Case({"loss_type": "topr_near", "loss_aggregation": "sequence_mean", **REUSED, **CUT}),
+    "teacher": Case(
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1, **REUSED, **FILTERED},
+        teacher="llama",
+    ),
+    "teacher_alone": Case({"num_generations": 1, "teacher_kl_coef": 0.5, **TWO_STEPS}, rewards=(), teacher="llama"),
 }
 
 FULL = (
@@ -231,12 +238,13 @@ class Bench:
         case = CASES[case_name]
         fields = {f.name for f in dataclasses.fields(Run)}
         settings = {k: v for k, v in changes.items() if k not in fields}
+        teacher = {} if case.teacher is None else {"teacher_model": self.model(case.teacher)}
         run = Run(
             name=f"{case_name}-{trainer}-{micro_batch_size}",
             model_path=self.model(case.model),
             data_path=self.data(case.prompts, case.model in FAMILIES),
             rewards=case.rewards,
-            config={**SETTINGS, **case.config, "per_device_train_batch_size": micro_batch_size, **settings},
+            config={**SETTINGS, **teacher, **case.config, "per_device_train_batch_size": micro_batch_size, **settings},
             trainer=trainer,
             peft=LoraConfig(**case.peft) if case.peft else None,
             eval_path=self.data(5) if case.evaluate else None,

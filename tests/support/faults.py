@@ -65,6 +65,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
             f"{NUMBERS} -k cispo",
         ),
         ("return float(value) - tolerance", "return float(value)", f"{LOSSES} -k entropy"),
+        ("(teacher_BT - logps_BT.detach())", "(teacher_BT - logps_BT)", f"{LOSSES} -k teacher"),
     ],
     "algorithms/advantages.py": [("keepdim=True) / (count - 1)", "keepdim=True) / count", ADVANTAGES)],
     "algorithms/keyed_random.py": [

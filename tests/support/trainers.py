@@ -29,15 +29,19 @@ TRLS_SETTINGS = {spec.name for spec in dataclasses.fields(trl.GRPOConfig)}
 
 
 def make(folder: Any, model: Any = "qwen2", reward: Any = letter_reward, cls: Any = GRPOTrainer, **changes: Any) -> Any:
-    """A trainer of a tiny model (a kind, a path, or itself); `changes` are arguments of the trainer and settings."""
+    """A trainer of a tiny model (a kind, a path, or itself); `changes` are arguments of the trainer and settings.
+
+    A teacher is an argument as a model, and a setting as a path.
+    """
     parts: dict[str, Any] = {
         "model": tiny_model(model) if isinstance(model, str) and model in TINY else model,
         "reward_funcs": reward,
         "train_dataset": prompts(12),
         "processing_class": tiny_tokenizer(),
     }
-    parts |= {name: value for name, value in changes.items() if name in TRLS_PARTS}
-    settings = {name: value for name, value in changes.items() if name not in TRLS_PARTS}
+    teacher = {"teacher_model"} if isinstance(changes.get("teacher_model"), torch.nn.Module) else set()
+    parts |= {name: value for name, value in changes.items() if name in TRLS_PARTS | teacher}
+    settings = {name: value for name, value in changes.items() if name not in TRLS_PARTS | teacher}
     settings = config_kwargs(folder, **{**BASE, **settings})
     if issubclass(cls, GRPOTrainer):
         return cls(**{"args": GRPOConfig(**settings), **parts})

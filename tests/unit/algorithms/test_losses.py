@@ -18,6 +18,7 @@ from grpo_ext.algorithms.losses import (
     TokenLoss,
     adapted_entropy_coefficient,
     clip_indicators,
+    distillation_advantages,
     entropy_threshold,
     load_balancing_loss,
     off_policy_keep,
@@ -312,3 +313,16 @@ def test_the_load_balancing_loss_of_any_partition_is_transformers(parts):
         assert reference.abs().max() > 1e-4
     # the control: the mean of what each part has for itself is another number
     assert (abs(sum(means) / len(means) - theirs) > 1e-4) == (len(parts) > 1)
+
+
+def test_a_teachers_advantages_give_the_gradient_of_the_reverse_kl():
+    """The mean over all tokens of a vocabulary, against the divergence itself; a mean is not subtracted."""
+    generator = torch.Generator().manual_seed(3)
+    student_BV, teacher_BV = torch.randn(2, 4, 9, generator=generator, dtype=torch.float64)
+    logps_BV = student_BV.requires_grad_().log_softmax(-1)
+    teacher_BV = teacher_BV.log_softmax(-1)
+    (expected,) = torch.autograd.grad((logps_BV.exp() * (logps_BV - teacher_BV)).sum(), student_BV, retain_graph=True)
+    advantages_BV = distillation_advantages(logps_BV, teacher_BV, 0.5)
+    (found,) = torch.autograd.grad(-(logps_BV.exp().detach() * advantages_BV * logps_BV).sum(), student_BV)
+    assert float((found - 0.5 * expected).norm() / expected.norm()) < EXACT
+    assert not advantages_BV.requires_grad

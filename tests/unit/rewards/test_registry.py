@@ -80,6 +80,12 @@ def test_errors_name_the_reward_and_the_known_ones(names, budget, message):
         resolve_rewards(names, budget)
 
 
+def test_a_run_with_a_teacher_may_have_none():
+    assert resolve_rewards(["none"]) == []
+    with pytest.raises(ConfigError, match="no reward 'none'"):
+        resolve_rewards(["none", "exact_number"])
+
+
 def test_a_plugin_adds_a_short_name(tmp_path, monkeypatch):
     # an installed distribution that offers two reward functions, one by a name that is taken
     info = tmp_path / "plug-1.0.dist-info"

@@ -23,6 +23,8 @@ from grpo_ext.tools.cli import Engine
 from grpo_ext.tools.plan import (
     MemoryLayout,
     ModelSizes,
+    expected_memory,
+    in_units,
     largest_micro_batch,
     load_config,
     measure,
@@ -140,6 +142,24 @@ def test_memory_is_divided_as_each_engine_shards_it():
     assert parts["fsdp2"]["weights"] == 4 * 10**9 / 8 + 2 * 2 * 3 * 10**7
     assert len({found["activations"] for found in parts.values()}) == 1
     assert parts["ddp"]["training"] > parts["zero2"]["training"] > parts["zero3"]["training"]
+
+
+def test_a_teacher_is_counted_in_the_type_that_it_is_loaded_in(tmp_path):
+    for engine, held in (("ddp", 6 * 10**9), ("zero2", 6 * 10**9), ("fsdp2", 6 * 10**9 / 8)):
+        with_teacher, without = (
+            memory_of(SIZES, MemoryLayout(engine, 8, 4096, 64, **teacher))
+            for teacher in ({"teacher": 3 * 10**9, "teacher_bytes": 2}, {})
+        )
+        for part in ("teacher", "training", "rollout"):
+            assert with_teacher[part] - without[part] == held
+    AutoConfig.for_model(**QWEN).save_pretrained(tmp_path / "teacher")
+    AutoConfig.for_model(**SMALL).save_pretrained(tmp_path / "policy")
+    settings = {"teacher_model": str(tmp_path / "teacher"), "teacher_model_init_kwargs": {"dtype": "bfloat16"}}
+    _, table = expected_memory(str(tmp_path / "policy"), geometry_of({}, 1), settings)
+    shown = dict(zip(*(column.cells for column in table.columns), strict=True))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN))
+    assert shown["teacher"] == in_units(2 * model.num_parameters())
 
 
 @pytest.mark.skipif(not QUANTISED, reason="needs bitsandbytes: pip install '.[quantized]'")

@@ -16,7 +16,7 @@ def test_every_plot_holds_exactly_what_was_logged(tmp_path):
         "Reward": ("reward", "rewards/letters/mean"),
         "Completion length": ("completions/mean_length", "completions/max_length"),
         "Cut completions, clipped tokens, groups without variance": ("frac_reward_zero_std", "cispo_clip_ratio"),
-        "Entropy, KL to the reference": ("entropy", "kl"),
+        "Entropy, KL to the reference and the teacher": ("entropy", "kl"),
         "Gradient norm before clipping": ("grad_norm",),
         "Time by phase": ("step_time", "time/rollout"),
     }

@@ -20,7 +20,7 @@ LAYOUT = {
     *("canonical_unit_size", "bitwise_threads", "allow_changed_on_resume", "allow_split_dependent", "tool_timeout"),
     *("reward_workers", "reward_timeout", "reward_retries", "reward_on_failure", "eval_pass_threshold"),
     *("eval_pass_reward", "vllm_check", "vllm_lora", "vllm_seeds", "sequence_parallel_size"),
-    "dynamic_sampling_max_rounds",  # without effect alone
+    *("dynamic_sampling_max_rounds", "teacher_model_init_kwargs"),  # without effect alone
 }
 
 

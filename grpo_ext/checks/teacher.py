@@ -1,0 +1,76 @@
+"""Checks of a teacher before it is loaded, and the reward of a run that has a teacher and no reward function.
+
+Differs from TRL's GKD trainer, which compares the sizes of vocabularies: a teacher may have more tokens, and the others
+have the same ids.
+"""
+
+from typing import Any, cast
+
+from accelerate.logging import get_logger
+from transformers import AutoTokenizer, ProcessorMixin
+
+from ..config import GRPOConfig
+from ..errors import ConfigError, refuse_combination
+from ..forward.snapshot import refuse_replaced_forward
+from .model import check_causal_lm, find_model
+
+logger = get_logger(__name__)
+
+
+def no_reward(completions: list[Any], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def reward_sources(reward_funcs: Any, environments: Any, teacher: Any) -> Any:
+    """The reward functions for TRL's constructor, which needs one and writes to a list of them."""
+    if teacher is not None and not (reward_funcs or environments):
+        return [no_reward]
+    return list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs
+
+
+def check_teacher(config: GRPOConfig, policy: Any, teacher: Any, processing_class: Any, rewarded: bool) -> None:
+    """Refuse settings and arguments that do not fit together; `rewarded`: there is a reward function or environment."""
+    name, load = config.teacher_model, cast(dict[str, Any], config.teacher_model_init_kwargs or {})
+    if teacher is None and name is None:
+        if config.teacher_kl_coef is not None or load:
+            raise ConfigError(
+                f"teacher_kl_coef={config.teacher_kl_coef}, teacher_model_init_kwargs={load} without a teacher; set "
+                "teacher_model, or pass a model to the trainer as teacher_model."
+            )
+        return
+    if teacher is None:
+        find_model(str(name), load)
+    else:
+        check_causal_lm(teacher)
+    weights = [] if teacher is None or isinstance(policy, str) else [*teacher.parameters(), *policy.parameters()]
+    others = {
+        "teacher_model or teacher_model_init_kwargs in GRPOConfig (for one that is loaded)": teacher is not None
+        and bool(name or load),
+        "weights that the policy shares (it would move with the policy; pass a copy)": len(set(weights)) < len(weights),
+        "reward functions and num_generations=1 (a completion alone in its group has no advantage)": rewarded
+        and config.num_generations == 1,
+        "a model that takes images (not implemented)": isinstance(processing_class, ProcessorMixin),
+    }
+    refuse_combination("a teacher", others, "Leave one of the two out.")
+    if teacher is not None and config.rollout_lag:
+        refuse_replaced_forward(teacher, by_user=True)
+    _check_tokens(name or str(teacher.config._name_or_path), config, load, processing_class)
+
+
+def _check_tokens(source: str, config: GRPOConfig, load: dict[str, Any], tokenizer: Any) -> None:
+    """Refuse a teacher whose tokenizer lacks a token of the policy's, or has it under another id."""
+    try:
+        trusted = load.get("trust_remote_code", getattr(config, "trust_remote_code", False))
+        theirs = AutoTokenizer.from_pretrained(source, revision=load.get("revision"), trust_remote_code=trusted)
+    except (OSError, ValueError):  # none is saved with it
+        logger.warning("The teacher comes without a tokenizer, so its token ids are taken to be the policy's.")
+        return
+    known = theirs.get_vocab()
+    others = {token: i for token, i in tokenizer.get_vocab().items() if known.get(token) != i}
+    if others:
+        token, number = min(others.items(), key=lambda pair: pair[1])
+        raise ConfigError(
+            f"{len(others)} of {len(tokenizer)} tokens are others in the teacher's tokenizer, the first of them "
+            f"{token!r} (id {number}; the teacher's: {known.get(token)}). The teacher scores the token ids that the "
+            "policy samples; use a teacher of the same family, with the same vocabulary."
+        )
