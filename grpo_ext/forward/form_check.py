@@ -83,7 +83,7 @@ def why_form_fails(
         for seed in range(_DRAWS):
             with _perturbed(policy, unit, seed):
                 perturbed.append(run(padded_batch)[0])
-    if not padded_logps.isfinite().all():
+    if not torch.isfinite(padded_logps).all():
         return f"log-probabilities of {name} are not finite, so there is nothing to compare"
     for place in [place for place in padded if place in outputs]:
         ratio = _in_roundings(outputs[place], padded[place], [values[place] for values in perturbed], unit)
