@@ -83,18 +83,20 @@ def head_counts(config: Any) -> list[int]:
     return [heads for heads, *_ in _attention_layers(config)]
 
 
-def exchanged_numbers(config: Any, size: int, half: bool) -> int:
-    """Numbers of a token in the exchanges of a layer and pass, where `size` processes share the tokens of a pack.
+def shared_key_heads(heads: int, keys: int, size: int, half: bool) -> int:
+    """Key and value heads once they are repeated so that `size` processes, which divide `heads`, can share them.
 
-    Query, key, value and output, of the largest layer, with heads repeated as in `token_slice.to_heads`.
+    In `half` precision one for every query head, so that their gradients are rounded and summed as without sharing.
     """
+    fewest = math.lcm(keys, size)
+    return heads if half and fewest > keys else fewest
 
-    def sent(heads: int, keys: int) -> int:
-        if keys % size == 0:
-            return heads + keys
-        return heads + (heads if half else size * keys // math.gcd(keys, size))
 
-    return max((sent(heads, keys) * both for heads, keys, both, _ in _attention_layers(config)), default=0)
+def exchanged_numbers(config: Any, size: int, half: bool) -> int:
+    """Query, key, value and output of a token in the largest layer, as `size` processes exchange them in a pass."""
+    layers = _attention_layers(config)
+    sent = ((heads + shared_key_heads(heads, keys, size, half)) * both for heads, keys, both, _ in layers)
+    return max(sent, default=0)
 
 
 def _attention_layers(config: Any) -> Iterator[tuple[int, int, int, int | None]]:

@@ -148,7 +148,8 @@ def packed_attention_forward(
         kernel, layer = _reference(module, name), cast(Any, module)
         if layout.group is not None:
             layer = LocalHeads(module, layout.group, states)
-            options |= {} if options.get("s_aux") is None else {"s_aux": layer.sinks}
+            if options.get("s_aux") is not None:
+                options["s_aux"] = layer.sinks
         attend = partial(kernel, layer, **options)
         out = _by_group(layout, states, lambda *states, mask: attend(*states, mask)[0], mask_of)
     return out if layout.group is None else to_tokens(layout.group, out), None

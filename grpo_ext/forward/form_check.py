@@ -83,7 +83,7 @@ def why_form_fails(
         for seed in range(_DRAWS):
             with _perturbed(policy, unit, seed):
                 perturbed.append(run(padded_batch)[0])
-    if not padded_logps.isfinite().all():
+    if not torch.isfinite(padded_logps).all():
         return f"log-probabilities of {name} are not finite, so there is nothing to compare"
     for place in [place for place in padded if place in outputs]:
         ratio = _in_roundings(outputs[place], padded[place], [values[place] for values in perturbed], unit)
@@ -117,8 +117,8 @@ def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -
     """Outputs of modules at the positions that predict the `later_S` tokens, and log-probabilities of all tokens."""
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
-    # in the prefix form the batch of the completions comes last
-    index, outputs = batch.targets.predictor_S - (batch.counts_BL.numel() - shape.numel()), Outputs()
+    # in the prefix form the batch of the completions comes last, and a prompt predicts the first token of each
+    index, outputs = (batch.targets.predictor_S - (batch.counts_BL.numel() - shape.numel())).clamp(min=0), Outputs()
 
     def record(module: Any, args: Any, output: Any, name: str) -> None:
         value = output[0] if isinstance(output, tuple) else output

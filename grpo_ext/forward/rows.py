@@ -57,8 +57,10 @@ class TokenRows:
         if any(part.kept_B is not None for part in parts):
             kept_B = [kept for part in parts for kept in part.kept_B or map(KeptIds.neutral, part.completions_B)]
         if (known := next((p.experts_NC for p in parts if p.experts_NC is not None), None)) is not None:
-            live = [known.new_full((len(part.ids_N), known.size(1)), LIVE) for part in parts]
-            experts_NC = torch.cat([p.experts_NC if p.experts_NC is not None else n for p, n in zip(parts, live)])
+            width = known.size(1)
+            experts_NC = torch.cat(
+                [known.new_full((len(p.ids_N), width), LIVE) if p.experts_NC is None else p.experts_NC for p in parts]
+            )
         ids_N = torch.cat([part.ids_N for part in parts])
         prompts_B, completions_B = (
             [n for p in parts for n in getattr(p, f"{name}_B")] for name in ("prompts", "completions")

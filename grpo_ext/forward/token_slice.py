@@ -15,7 +15,7 @@ from torch import nn
 from ..batching.micro_batches import Form
 from ..errors import ModelError
 from ..runtime.sequence_group import SequenceGroup
-from .architecture import head_counts
+from .architecture import head_counts, shared_key_heads
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value
 
@@ -44,14 +44,9 @@ class TokenSlice(NamedTuple):
 
 
 def to_heads(group: SequenceGroup, states: States, half: bool) -> States:
-    """Query, key and value (1, H, n, D) -> (1, h, N, D), in one exchange.
-
-    Key and value heads that do not divide among the members are repeated; in `half` precision for every query head, so
-    that their gradients are rounded and summed as without an exchange.
-    """
+    """Query, key and value (1, H, n, D) -> (1, h, N, D), in one exchange; `half` as in `shared_key_heads`."""
     query, key, value = states
-    repeats = group.size // math.gcd(key.size(1), group.size)
-    repeats = query.size(1) // key.size(1) if half and repeats > 1 else repeats
+    repeats = shared_key_heads(query.size(1), key.size(1), group.size, half) // key.size(1)
     if repeats > 1:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     parts = [x[0].unflatten(0, (group.size, -1)) for x in (query, key, value)]

@@ -28,10 +28,7 @@ def bad_weight(model: torch.nn.Module) -> str | None:
 
 @contextmanager
 def first_module(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
-    """Inside, the list gets the first module, inner before outer, whose inputs are finite and whose output is not.
-
-    With it, how many modules had run before.
-    """
+    """Inside, the list gets number and name of the first module with finite inputs and another output; inner first."""
     first: list[tuple[int, str]] = []
     ran = itertools.count()
 

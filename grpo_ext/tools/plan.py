@@ -7,7 +7,7 @@ the sizes of all tensors that autograd saves are added up. Sizes in bytes; weigh
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -211,6 +211,13 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
     model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).train()
+    with torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32"):
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        return saved_bytes(model, lambda: model.get_decoder()(input_ids=ids, use_cache=False))
+
+
+def saved_bytes(model: torch.nn.Module, forward: Callable[[], Any]) -> int:
+    """Bytes that autograd saves in a forward pass, weights left out."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, Any] = {}
 
@@ -220,9 +227,8 @@ def _saved(config: Any, layers: int, tokens: int, compute: str) -> int:
             saved[storage.data_ptr()] = storage  # kept alive, so that no other tensor gets its address
         return tensor
 
-    half = torch.autocast("cpu", getattr(torch, compute), enabled=compute != "float32")
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), half:
-        model.get_decoder()(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        forward()
     return sum(storage.nbytes() for storage in saved.values())
 
 

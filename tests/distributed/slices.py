@@ -22,18 +22,18 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.batching.micro_batches import Form
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.forward import form_check, forms
-from grpo_ext.forward.architecture import base_model_of
 from grpo_ext.forward.forms import in_form, run_rows
 from grpo_ext.forward.routing import install_routers
 from grpo_ext.forward.sampling_masks import KeptIds
 from grpo_ext.run.rerun import STEP
 from grpo_ext.runtime import sequence_group
 from grpo_ext.runtime.sequence_group import SequenceGroup
+from grpo_ext.tools.plan import saved_bytes
 from tests.distributed.tasks import RANK, save, trainer_of
 from tests.support.architectures import architecture
 from tests.support.images import image_model, image_processor
 from tests.support.launch import leave
-from tests.support.packs import MODELS, SHAPES, apart, model_of, rows_of, scoring
+from tests.support.packs import MODELS, SHAPES, apart, model_of, rows_of, scoring, with_gradient
 from tests.support.trainers import make, passing_on
 
 KINDS = (*MODELS, "gpt_oss", "deepseek_v3")
@@ -47,18 +47,8 @@ def model(kind: str) -> Any:
 
 def scores(policy: Any, rows: Any, group: SequenceGroup | None, **options: Any) -> tuple[torch.Tensor, ...]:
     """Log-probabilities, entropies and the gradient of a loss on both, summed over the members."""
-    policy.zero_grad()
-    output = run_rows(PACKED, policy, rows, group=group, **options)
-    logps, entropies = output.logps_S, output.entropies_S
-    weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype)
-    loss = (weights * logps).sum() + 0.3 * (weights * entropies).sum()
-    if options.get("with_router"):
-        loss = loss + output.router.aux_loss(2)
-    with in_form(base_model_of(policy), PACKED):
-        loss.backward()
-    parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in policy.parameters()]
-    gradient = torch.cat([part.flatten() for part in parts])
-    return logps, entropies, gradient if group is None else group.total(gradient)
+    output, gradient = with_gradient(PACKED, policy, rows, group=group, **options)
+    return output.logps_S, output.entropies_S, gradient if group is None else group.total(gradient)
 
 
 def differences(policy: Any, rows: Any, group: SequenceGroup, **options: Any) -> list[float]:
@@ -181,21 +171,10 @@ def exchanges(group: SequenceGroup) -> dict[str, Any]:
     return found
 
 
-def saved_bytes(group: SequenceGroup | None, tokens: int = 4096) -> int:
-    """Bytes that autograd holds at the end of a forward of one completion, weights left out."""
+def saved_of_completion(group: SequenceGroup | None, tokens: int = 4096) -> int:
+    """Bytes that autograd saves in a forward of one completion."""
     policy = scoring("llama", max_position_embeddings=8192).train()
-    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-    saved: dict[int, Any] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            saved[storage.data_ptr()] = storage  # kept alive, so that no other tensor gets its address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        run_rows(PACKED, policy, rows_of([16], [[tokens]]), group=group)
-    return sum(storage.nbytes() for storage in saved.values())
+    return saved_bytes(policy, lambda: run_rows(PACKED, policy, rows_of([16], [[tokens]]), group=group))
 
 
 def refusals(folder: Path) -> dict[str, str]:
@@ -276,7 +255,7 @@ TASKS: dict[str, Callable[[SequenceGroup], Any]] = {
     "controls": controls,
     "refused": why_refused,
     "exchanges": exchanges,
-    "saved": saved_bytes,
+    "saved": saved_of_completion,
 }
 
 if __name__ == "__main__":
@@ -284,5 +263,5 @@ if __name__ == "__main__":
     groups = {size: SequenceGroup(accelerator, size, 60) for size in (2, 4)}
     result = {(name, size): task(group) for size, group in groups.items() for name, task in TASKS.items()}
     result |= {"refusals": refusals(folder), "step again": step_again(folder)}
-    save(folder, result | {"saved whole": saved_bytes(None)})
+    save(folder, result | {"saved whole": saved_of_completion(None)})
     leave(folder)

@@ -102,4 +102,4 @@ def test_a_step_of_shared_completions_runs_again(ranks):
     assert text == "step 2: the same bits"
     assert len(rows) == 16
     assert all(len(row["tokens"]["training"]) == len(row["tokens"]["ids"]) for row in rows)
-    assert [rank["step again"][2] for rank in ranks] == [2, 0, 0, 0]  # TRL's methods are no collectives
+    assert [rank["step again"][2] for rank in ranks] == [2, 0, 0, 0]  # TRL's methods are not collectives

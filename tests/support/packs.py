@@ -9,7 +9,7 @@ from grpo_ext.algorithms.losses import router_statistics
 from grpo_ext.batching.micro_batches import Form
 from grpo_ext.forward.architecture import base_model_of
 from grpo_ext.forward.forms import in_form, run_rows
-from grpo_ext.forward.lm_head import install
+from grpo_ext.forward.lm_head import LogProbs, install
 from grpo_ext.forward.rows import TokenRows
 from tests.support.architectures import architecture
 
@@ -97,12 +97,19 @@ def apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def gradient(form: Form, model: Any, batch: Any) -> torch.Tensor:
+    return with_gradient(form, model, batch)[1]
+
+
+def with_gradient(form: Form, model: Any, batch: Any, **options: Any) -> tuple[LogProbs, torch.Tensor]:
+    """What a forward returns, and the gradient of a loss on all of it; `options` are those of `lay_out`."""
     model.zero_grad()
-    output = run_rows(form, model, batch, next(model.parameters()).device)
+    output = run_rows(form, model, batch, next(model.parameters()).device, **options)
     logps, entropies = output.logps_S, output.entropies_S
     weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype, device=logps.device).view_as(logps)
     loss = (weights * logps).sum() + 0.3 * (weights * entropies).sum()
+    if output.router is not None:
+        loss = loss + output.router.aux_loss(2)
     with in_form(base_model_of(model), form):
         loss.backward()
     parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]
-    return torch.cat([part.flatten() for part in parts])
+    return output, torch.cat([part.flatten() for part in parts])
