@@ -42,11 +42,16 @@ class Noting(torch.optim.Optimizer):
 
 
 def gradients(
-    folder: Path, completions: int, places: list[torch.Tensor], cls: type[GRPOTrainer] = GRPOTrainer, **settings: Any
+    folder: Path,
+    completions: int,
+    places: list[torch.Tensor],
+    cls: type[GRPOTrainer] = GRPOTrainer,
+    rewards: Any = reward,
+    **settings: Any,
 ) -> torch.Tensor:
     """The gradients at the last of one or two places, (M, D), from this many completions, with a trainer's `settings`.
 
-    Gradients from the same completions are averaged. A reference model has the parameters of `model`.
+    Gradients from the same completions are averaged. A reference model and a teacher have the parameters of `model`.
     """
     policy, step = model(), settings.get("global_batch_size", STEP)
     passes, steps = max(settings.get("num_iterations", 1), len(places)), ROLLOUT // step
@@ -61,10 +66,11 @@ def gradients(
     noting = Noting(policy, places, steps)
     trainer = cls(
         model=policy,
-        reward_funcs=reward,
+        reward_funcs=rewards,
         args=GRPOConfig(**config_kwargs(folder, **{**base, **settings})),
         train_dataset=Dataset.from_dict({"prompt": PROMPT_ROWS}),
         processing_class=tokenizer(),
+        teacher_model=model() if "teacher_kl_coef" in settings else None,
         optimizers=(noting, torch.optim.lr_scheduler.LambdaLR(noting, lambda _: 1.0)),
     )
     noting.place()

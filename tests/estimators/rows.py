@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.algorithms.advantages import group_centered, group_standardized
+from grpo_ext.algorithms.advantages import group_centered, group_standardized, optimal_baseline
 
 from . import objectives as of
 from .measure import Comparison, compare, gradients, left_over
 from .objectives import GENERATIONS, Objective, TokenTerm, clipped, of_groups, plus, surrogate
-from .policy import flat_parameters, gradient
+from .policy import flat_parameters, gradient, reward
 from .sampler import engine_parameters, noisy_engine
 
 FILTERS = ("temperature", "top_k", "top_p")
@@ -43,6 +43,7 @@ class Row:
     why: str = ""
     where: str = "start"  # a key of `places`
     cls: type[GRPOTrainer] = GRPOTrainer
+    rewards: Any = reward
 
 
 STEP_SIZE = 0.002
@@ -72,6 +73,11 @@ def ratio(ratio_PNT: torch.Tensor, logps_PNT: torch.Tensor, positive_PN1: torch.
 
 def log_probability(ratio_PNT: torch.Tensor, logps_PNT: torch.Tensor, positive_PN1: torch.Tensor) -> torch.Tensor:
     return logps_PNT
+
+
+def outside(change_PNT: torch.Tensor, positive_PN1: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Tokens whose probability changed further than the threshold as their advantage asks."""
+    return torch.where(positive_PN1, change_PNT > threshold, change_PNT < -threshold)
 
 
 def over_tokens_of_group(rewards_CG: torch.Tensor, lengths_CG: torch.Tensor) -> torch.Tensor:
@@ -157,6 +163,25 @@ ROWS = (
         advantage_estimator="group_standardized",
         why="over the deviation of 8 rewards: prompts whose groups are often constant get less than 1/deviation",
     ),
+    _row(
+        REWARD,
+        Target("log of the pass rate, its series cut at 7 terms", of.truncated_likelihood(7)),
+        advantage_estimator="max_rl",
+        why="rare successes weigh more (MaxRL, 2602.02710): with 8 completions, 7 terms",
+    ),
+    _row(
+        REWARD,
+        Target("pass@4", of.pass_at(4)),
+        advantage_estimator="pass_at_k",
+        advantage_k=4,
+        why="1/4 - 1/8 of the gradient of pass@4; prompts that mostly pass teach little (2508.10751)",
+    ),
+    _row(
+        REWARD,
+        Target("the mean over groups of 8", of_groups(optimal_baseline)),
+        advantage_estimator="optimal_baseline",
+        why="the baseline holds a completion's own reward by its length: long answers learn less from theirs",
+    ),
     _row(REWARD, advantage_estimator="reinforce_plus_plus_baseline", why="one deviation for the batch: a scale"),
     _row(REWARD, scale_rewards="batch", why="one deviation for the batch: a scale"),
     _loss(
@@ -224,6 +249,20 @@ ROWS = (
         of.vespo_term,
         "completions far from the old policy weigh less, on purpose",
     ),
+    _off_policy(
+        "`rollout_lag=1, trust_region='tv', trust_region_threshold=0.05`",
+        {**LAG, "trust_region": "tv", "trust_region_threshold": 0.05},
+        "ratios, without tokens that moved further",
+        lambda r, logps, positive: r * ~outside(logps.exp() - (logps.exp() / r), positive, 0.05),
+        CLIPPING,
+    ),
+    _off_policy(
+        "`rollout_lag=1`, no clipping, `sequence_mask_low=0.9, sequence_mask_high=1.1`",
+        {**NO_CLIPPING, "sequence_mask_low": 0.9, "sequence_mask_high": 1.1},
+        "ratios of tokens, without completions outside the bounds",
+        lambda r, logps, _: r * ((of.mean_ratio(r) >= 0.9) & (of.mean_ratio(r) <= 1.1)),
+        "the completions that moved most are left out",
+    ),
     _row(
         WHOLE,
         REWARD,
@@ -259,6 +298,27 @@ ROWS = (
         ),
         "without the ratio the k3 term has the gradient of the other KL (2506.09477)",
         where="moved",
+    ),
+    Row(
+        "`teacher_kl_coef=0.5`, teacher elsewhere",
+        {"advantage_estimator": "leave_one_out", "teacher_kl_coef": 0.5},
+        (
+            Target("expected reward - 0.5 KL(policy, teacher)", plus(of.expected_reward, -0.5, of.reverse_kl)),
+            Target("the same with KL per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_reverse_kl)),
+        ),
+        "what a token does to the KL of later tokens is left out, as in GKD (2306.13649)",
+        where="moved",
+    ),
+    Row(
+        "a teacher alone, `num_generations=1`",
+        {"teacher_kl_coef": 1.0, "num_generations": 1},
+        (
+            Target("- KL(policy, teacher)", lambda policy: -of.reverse_kl(policy)),
+            Target("the same per token, prefixes fixed", lambda policy: -of.token_reverse_kl(policy)),
+        ),
+        "as above",
+        where="moved",
+        rewards=None,
     ),
     _row(
         REWARD,
@@ -306,7 +366,7 @@ def measured(row: Row, completions: int) -> list[tuple[Comparison, float]]:
     """
     turns, reference = places()[row.where]
     with TemporaryDirectory() as folder, noisy_engine() if row.where == "engine" else nullcontext():
-        gradients_MD = gradients(Path(folder), completions, turns, row.cls, **row.settings)
+        gradients_MD = gradients(Path(folder), completions, turns, row.cls, row.rewards, **row.settings)
     filters = {name: value for name, value in row.settings.items() if name in FILTERS}
 
     def exact(target: Target) -> torch.Tensor:
