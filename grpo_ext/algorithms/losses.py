@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..errors import ConfigError
-from .policy_losses import LOSS_TYPES, POLICY_LOSSES, PPO_CLIPPED
+from .policy_losses import POLICY_LOSSES, PPO_CLIPPED, check_loss_type
 
 # the default aggregation of a loss type; "token_mean" for the others
 _USUAL_AGGREGATION = {
@@ -61,9 +61,7 @@ class LossConfig:
         return usual if self.aggregation is None else self.aggregation
 
     def __post_init__(self) -> None:
-        if self.loss_type not in LOSS_TYPES and self.loss_type not in POLICY_LOSSES:
-            names = ", ".join([*LOSS_TYPES, *POLICY_LOSSES])
-            raise ConfigError(f"loss_type={self.loss_type!r} is unknown; use one of {names}.")
+        check_loss_type(self.loss_type)
         if self.importance_sampling_level not in ("token", "sequence"):
             raise ConfigError(
                 f"importance_sampling_level={self.importance_sampling_level!r} is unknown; use 'token' or 'sequence'."

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ConfigError
+from ..loading import load_named
 
 PPO_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*PPO_CLIPPED, "cispo", "sapo", "vespo")
@@ -20,10 +21,10 @@ _TOLERANCE = 1e-5  # of losses of order one in float32
 def register_policy_loss(name: str, zero_at_zero_advantage: bool = False) -> Callable[[PolicyLoss], PolicyLoss]:
     """Register a function under a name, for `GRPOConfig(loss_type=name)`.
 
-    The function gets log-probabilities with the gradient, (B, T), those of the old policy, (B, T), advantages, (B, 1),
-    and the mask, (B, T), 1 on tokens that carry loss; it returns a loss per token, (B, T). Weights, masks, corrections
-    and the KL term come on top. Completions with advantage zero are run, unless `zero_at_zero_advantage` says that they
-    add nothing. A ConfigError if a loss of this package has the name.
+    The function gets log-probabilities with the gradient, (B, T), those of the old policy, (B, T), advantages, (B, 1)
+    or with a teacher (B, T), and the mask, (B, T), 1 on tokens that carry loss; it returns a loss per token, (B, T).
+    Weights, masks, corrections and the KL term come on top. Completions with advantage zero are run, unless
+    `zero_at_zero_advantage` says that they add nothing. A ConfigError if a loss of this package has the name.
     """
 
     def register(function: PolicyLoss) -> PolicyLoss:
@@ -33,6 +34,14 @@ def register_policy_loss(name: str, zero_at_zero_advantage: bool = False) -> Cal
         return function
 
     return register
+
+
+def check_loss_type(name: str) -> None:
+    """Register `path/to/file.py:function`; raise a ConfigError for any other name that is not registered."""
+    if name not in POLICY_LOSSES and ".py:" in name:
+        register_policy_loss(name)(load_named(name, f"loss_type={name!r}", Callable))
+    if name not in (names := [*LOSS_TYPES, *POLICY_LOSSES]):
+        raise ConfigError(f"loss_type={name!r} is unknown; use one of {', '.join(names)}, or path/to/file.py:function.")
 
 
 def adds_at_zero_advantage(loss_type: str) -> bool:

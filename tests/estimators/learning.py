@@ -23,7 +23,7 @@ SEEDS = (42, 43, 44)
 MEASURED = ("pass@1", "pass@8")
 COMPLETIONS = {"letters": 128, "last_word": 64, "sums": 64}  # of a step
 # steps, and steps between two measurements: where the settings still differ
-LENGTH = {"letters": (100, 10), "last_word": (8, 4), "sums": (16, 8)}
+LENGTH = {"letters": (100, 10), "last_word": (8, 4), "sums": (16, 16)}
 _CENTRED = {"advantage_estimator": "group_centered"}
 # what defines each algorithm; one update for each rollout, so nothing is clipped, and no KL term
 ALGORITHMS: dict[str, dict[str, Any]] = {

@@ -19,6 +19,7 @@ PADDED = {"forward": "padded", "mask_truncated_completions": True, "top_entropy_
 REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "off_policy_mask_threshold": 1e-4}
 SYNCED = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
 SEQUENCES = {"loss_type": "grpo", "delta": 1.2, "importance_sampling_level": "sequence"}
+FAR = {"trust_region": "kl", "trust_region_threshold": 1e-5, "sequence_mask_high": 1.02, "loss_type": "dr_grpo"}
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.05}
 PACKED: dict[str, Any] = {"settings": {"forward": "packed"}}
 WINDOWS = PACKED | {"model": "mistral", "shape": {"sliding_window": 6}}
@@ -46,6 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "reused rollouts": {"settings": REUSED | SYNCED},
     "sequence ratios": {"settings": SEQUENCES | ADAPTIVE | {"rollout_batch_size": 32}},
+    "tokens too far": {"settings": REUSED | FAR | {"advantage_estimator": "optimal_baseline"}},
+    "teacher": {"settings": {"teacher_kl_coef": 0.5, "beta": 0.1}, "teacher": True},
+    "teacher, ahead": {"settings": {"rollout_lag": 1}, "teacher": True},
     "dynamic sampling": {"settings": {"dynamic_sampling": True, "forward": "prefix"}},
     "ahead": {"settings": {"rollout_lag": 1}},
     "generate": {"settings": {"compact_rollouts": False, "full_determinism": True}},

@@ -6,6 +6,7 @@ With ACCELERATE_TORCH_DEVICE=cuda:0 on the simulated device, else on the CPU its
 forward a copy to the device, an operator of two devices, and a running sum of floats.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -112,6 +113,7 @@ def train(
     settings: dict[str, Any],
     micro_batch: int = 4,
     lora: bool = False,
+    teacher: bool = False,
     evaluate: bool = False,
     planted: bool = False,
     max_steps: int = STEPS,
@@ -128,6 +130,7 @@ def train(
         parts |= {**pictures, "reward": picture_reward}
     parts["eval_dataset"] = parts["train_dataset"].select(range(5)) if evaluate else None
     parts["peft_config"] = peft.LoraConfig(**LORA) if lora else None
+    parts |= {"teacher_model": copy.deepcopy(network)} if teacher else {}
     sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 24}
     others = {"max_steps": max_steps, "seed": 42, "use_cpu": False}
     trainer = make(folder, network, **parts, **sizes, **others, **settings)

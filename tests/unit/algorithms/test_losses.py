@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from grpo_ext.algorithms.losses import (
-    LOSS_TYPES,
     PPO_CLIPPED,
     LossConfig,
     StepCounts,
@@ -27,6 +26,7 @@ from grpo_ext.algorithms.losses import (
     token_loss,
     token_weights,
 )
+from grpo_ext.algorithms.policy_losses import LOSS_TYPES
 from grpo_ext.errors import ConfigError
 
 EXACT = 1e-12  # float64 sums of order one in another order

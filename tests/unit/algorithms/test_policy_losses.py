@@ -88,6 +88,18 @@ def test_names_that_are_taken_or_unknown_are_refused():
         LossConfig(loss_type="mine")
 
 
+def test_a_loss_is_read_from_a_file(tmp_path, monkeypatch):
+    file = tmp_path / "losses.py"
+    file.write_text("def mine(logps, old_logps, advantages, mask):\n    return -2 * advantages * logps\n")
+    name = f"{file}:mine"
+    monkeypatch.setitem(policy_losses.POLICY_LOSSES, name, (reinforce, False))
+    monkeypatch.delitem(policy_losses.POLICY_LOSSES, name)
+    batch = TokenBatch(torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2), torch.tensor([0.5]))
+    assert token_loss(LossConfig(loss_type=name), batch).loss_BT.tolist() == [[1.0, 3.0]]
+    with pytest.raises(ConfigError, match="defines no Callable theirs; it defines mine"):
+        LossConfig(loss_type=f"{file}:theirs")
+
+
 def test_masks_and_the_kl_term_come_on_top():
     register_policy_loss("mine")(reinforce)
     logps = torch.tensor([[-1.0, -2.0], [-0.5, -1.0]], requires_grad=True)
