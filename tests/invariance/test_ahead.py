@@ -20,6 +20,16 @@ from tests.tolerances import DIFFERENT
 full = pytest.mark.full
 STEPS = 8  # rollouts of two steps, three of them an epoch and the last of it smaller
 EXACT = {"bitwise_invariant": True, "beta": 0.0, "num_iterations": 1, "max_steps": STEPS}
+TERMS: dict[str, dict[str, Any]] = {
+    "max_rl": {"advantage_estimator": "max_rl", "rewards": (sparse_reward,)},
+    "pass_at_k": {"advantage_estimator": "pass_at_k", "advantage_k": 2, "rewards": (sparse_reward,)},
+    "optimal_baseline": {"advantage_estimator": "optimal_baseline"},
+    "trust_tv": {"trust_region": "tv", "trust_region_threshold": 1e-3},
+    "trust_kl": {"trust_region": "kl", "trust_region_threshold": 2e-5},
+    "sequence_mask": {"sequence_mask_low": 0.98, "sequence_mask_high": 1.02},
+    "own_loss": {"loss_type": "topr_near"},
+    "teacher": {"teacher_kl_coef": 0.5},
+}
 DYNAMIC = {"dynamic_sampling": True, "rewards": (sparse_reward,), **EXACT}
 
 
@@ -78,6 +88,31 @@ def test_a_resumed_run_trains_the_rollout_batches_that_were_sampled_ahead(bench,
     ]
     for step, result in zip(steps, run_all(runs, processes)):
         assert_same_run(whole[f"lag{lag}"], result, step, STEPS)
+
+
+@full
+@pytest.mark.parametrize("lag", [0, 1])
+def test_every_term_has_the_same_bits_from_another_layout(bench, lag):
+    def runs(size: int, suffix: str, resume: bool) -> list[Run]:
+        found = []
+        for name, settings in TERMS.items():
+            teacher = {"teacher_model": bench.model("llama")} if name == "teacher" else {}
+            saved = {"resume_from": str(bench.folder / f"{name}{lag}" / "checkpoint-3")} if resume else {}
+            found.append(lagged(bench, f"{name}{lag}{suffix}", lag, size, **settings, **teacher, **saved))
+        return found
+
+    straight, resumed = run_all(runs(16, "", False), processes=1), run_all(runs(3, "-again", True), processes=2)
+    for name, one, other in zip(TERMS, straight, resumed):
+        assert_same_run(one, other, 3, STEPS)
+        assert not name.startswith(("trust", "sequence")) or any(left_out(line) for line in one.log)
+    deltas = [one.delta for one in straight]
+    assert all(update_error(one, other) > DIFFERENT for one, other in itertools.combinations(deltas, 2))
+
+
+def left_out(line: dict[str, float]) -> float:
+    """The share of tokens or completions that a step leaves out, zero if that is all of them."""
+    share = line.get("trust_region/left_out", line.get("sequence_mask/left_out", 0.0))
+    return share * (share < 1)
 
 
 def test_a_run_that_was_killed_goes_on_elsewhere(bench, whole):
