@@ -11,14 +11,7 @@ if TYPE_CHECKING:
     from .tools.console import Console
     from .trainer import GRPOTrainer
 
-__all__ = [
-    "Console",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "__version__",
-    "register_advantage_estimator",
-    "register_policy_loss",
-]
+__all__ = ["Console", "GRPOConfig", "GRPOTrainer", "register_advantage_estimator", "register_policy_loss"]
 __version__ = "0.1.0"
 
 _HOME = {

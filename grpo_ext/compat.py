@@ -53,9 +53,6 @@ OVERRIDES = (
 )
 
 
-# parameters of these overrides, after TRL's, that TRL does not have
-_FURTHER = ("teacher_model",)
-
 # the argument of models and of `generate` that takes a cache: "cache" since transformers 5.24
 _PREPARED: Any = transformers.GenerationMixin.prepare_inputs_for_generation
 CACHE = "cache" if "cache" in inspect.signature(_PREPARED).parameters else "past_key_values"
@@ -245,7 +242,8 @@ def _mismatch(ours: type, name: str) -> str | None:
     if theirs is None:
         return f"GRPOTrainer.{name} is missing"
     override = getattr(ours, name)
-    installed, expected = parameters_of(theirs), [name for name in parameters_of(override) if name not in _FURTHER]
+    # TRL's constructor has no teacher
+    installed, expected = parameters_of(theirs), [p for p in parameters_of(override) if p != "teacher_model"]
     variable = {p.kind for p in inspect.signature(override).parameters.values()} & _VARIABLE  # passes on the others
     if (installed[: len(expected)] if variable else installed) == expected:
         return None

@@ -13,6 +13,7 @@ from .run.keeper import RunKeeper
 from .run.rerun import StepAgain
 from .run.trail import Trail
 from .runtime.clock import PhaseClock
+from .runtime.determinism import align_memory
 from .runtime.out_of_memory import MicroBatchLimits
 from .step.evaluation import PassAtK
 from .step.inputs import Collation
@@ -43,3 +44,5 @@ class Components:
         self.again = StepAgain(view, self.keeper, rollouts, self.step_planner)
         view.add_callback(self.keeper)
         view.add_callback(self.keeper.watch)
+        if config.bitwise_invariant:
+            align_memory(*view.models)

@@ -78,7 +78,7 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
     region = {name: settings[name] for name in ("trust_region", "trust_region_threshold", "delta")}
     loss = LossConfig(settings["loss_type"], level, aggregation=aggregation, **region)
     if loss.loss_type in POLICY_LOSSES:
-        check_policy_loss(loss.loss_type)
+        check_policy_loss(loss.loss_type, per_token=settings["teacher_model"] is not None)
     longest = settings["max_completion_length"]
     if loss.weighting == "sequence_sum_norm" and not longest:
         setting = "loss_type" if aggregation is None else "loss_aggregation"

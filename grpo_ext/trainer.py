@@ -24,7 +24,7 @@ from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader
 from .batching.sizes import BatchGeometry
 from .checks.model import refuse_frozen
-from .checks.teacher import check_teacher, reward_sources
+from .checks.teacher import check_teacher
 from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .components import Components
 from .config import GRPOConfig
@@ -44,7 +44,7 @@ from .run.model_card import complete_card
 from .run.rerun import Rerun
 from .runtime.attributes import assigned
 from .runtime.collectives import UsersAccelerator, leave_in_order
-from .runtime.determinism import align_memory, computing_with, pinned
+from .runtime.determinism import computing_with, pinned
 from .runtime.messages import show_messages
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
@@ -106,18 +106,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         config = GRPOConfig.for_model(args, model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
-        check_teacher(config, model, teacher_model, processing_class, bool(reward_funcs or environment_factory))
+        reward_funcs = check_teacher(config, model, teacher_model, processing_class, reward_funcs, environment_factory)
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
         if loop_args.should_save:
             create_output_dir(str(loop_args.output_dir))
-        adapters = trained_values(model)
-        options = engine_options(config, model, peft_config, rollout_func)
-        queue = assigned(loop_args, steps_per_generation=config.geometry.micro_batches_sampled)
-        with compat.hiding_old_names(), compat.starting_vllm_with(options), queue:
+        adapters, options = trained_values(model), engine_options(config, model, peft_config, rollout_func)
+        hidden = {} if reference is None else {"beta": 0.0, "sync_ref_model": False}  # TRL would load a reference
+        for_trl = assigned(loop_args, steps_per_generation=config.geometry.micro_batches_sampled, **hidden)
+        with compat.hiding_old_names(), compat.starting_vllm_with(options), for_trl:
             super().__init__(
                 model=model,
-                reward_funcs=reward_sources(reward_funcs, environment_factory, teacher_model or config.teacher_model),
+                reward_funcs=reward_funcs,
                 args=loop_args,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
@@ -143,8 +143,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
         self._uncovered = check_trainer(self._view, self._rollouts, config)
         self._rollouts.worker.rewards.pack_functions(reward_functions(self._view))
-        if config.bitwise_invariant:
-            align_memory(*self._view.models)
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 

@@ -184,14 +184,11 @@ class TrainerView:
         loop._tr_loss = loop._tr_loss + state["loss"]
         loop._total_loss_scalar, loop._globalstep_last_logged = state["total_loss"], int(state["last_logged"])
 
-    def set_reference(self, model: Any, beta: float, sync: bool) -> None:
-        self._trainer.ref_model = model
-        self._trainer.beta = self.args.beta = beta
-        self.args.sync_ref_model = sync
+    def set_reference(self, model: Any, beta: float) -> None:
+        self._trainer.ref_model, self._trainer.beta = model, beta
 
     def set_teacher(self, model: Any) -> None:
-        loop: Any = self._trainer
-        loop.teacher_model = model
+        self._trainer.teacher_model = model  # type: ignore[attr-defined]
         if model is not None and self.args.teacher_kl_coef is None:
             self.args.teacher_kl_coef = 1.0
 

@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..loading import load_named
 from .pass_at_k import are_pass_or_fail, pass_at_k, passes
 
+THRESHOLD = "eval_pass_threshold"  # the setting, and a keyword of estimators
 EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
 
@@ -93,6 +94,7 @@ def max_rl(rewards_PG: torch.Tensor) -> torch.Tensor:
             "advantage_estimator='max_rl' divides by the mean reward of a group, and a reward is "
             f"{float(rewards_PG.nan_to_num().min()):g}; return rewards of 0 or more, or use 'group_centered'."
         )
+    rewards_PG = rewards_PG.double()  # in which equal rewards give exactly zero
     mean_P1 = torch.nanmean(rewards_PG, dim=1, keepdim=True)
     return torch.where(mean_P1 > 0, (rewards_PG - mean_P1) / mean_P1, 0.0)
 
@@ -140,7 +142,10 @@ def optimal_baseline(rewards_PG: torch.Tensor, lengths_PG: torch.Tensor) -> torc
 
 def takes_keyword(estimator: str, keyword: str) -> bool:
     check_estimator(estimator)
-    return keyword in inspect.signature(ESTIMATORS[estimator]).parameters
+    try:
+        return keyword in inspect.signature(ESTIMATORS[estimator]).parameters
+    except ValueError:  # a function of C, such as torch.sign
+        return False
 
 
 def check_estimator(name: str) -> None:
@@ -216,7 +221,7 @@ class AdvantageRule:
 
 
 def _estimated(rule: AdvantageRule, name: str, rewards_PG: torch.Tensor, masks: Iterable[torch.Tensor]) -> torch.Tensor:
-    settings = {"advantage_k": rule.k, "eval_pass_threshold": rule.pass_threshold}
+    settings = {"advantage_k": rule.k, THRESHOLD: rule.pass_threshold}
     keywords: dict[str, Any] = {n: value for n, value in settings.items() if takes_keyword(name, n)}
     if takes_keyword(name, "lengths_PG"):
         keywords["lengths_PG"] = torch.tensor([int(mask.sum()) for mask in masks]).view_as(rewards_PG)

@@ -14,6 +14,7 @@ import torch
 from ..errors import ConfigError
 from .policy_losses import POLICY_LOSSES, PPO_CLIPPED, check_loss_type
 
+_LARGEST_RATIO = 20.0  # that weights a token in a trust region (DPPO, section 5.4, in verl)
 # the default aggregation of a loss type; "token_mean" for the others
 _USUAL_AGGREGATION = {
     "grpo": "sequence_mean",
@@ -75,6 +76,11 @@ class LossConfig:
                 f"trust_region={kind!r} with trust_region_threshold={threshold!r}: set both or neither; DPPO uses 0.15 "
                 "for 'tv' (a difference of probabilities) and 0.05 for 'kl' (nats)."
             )
+        if self.loss_type in POLICY_LOSSES and (level != "token" or self.delta is not None):
+            raise ConfigError(
+                f"loss_type={self.loss_type!r} is a registered loss, which computes ratios and bounds itself, and this "
+                f"run has importance_sampling_level={level!r}, delta={self.delta}; leave both out."
+            )
         if kind and (self.loss_type not in PPO_CLIPPED or level != "token" or self.delta is not None):
             raise ConfigError(
                 f"trust_region={kind!r} replaces the clipped ratio of a token, and this run has loss_type="
@@ -117,8 +123,8 @@ class TokenLoss:
     ratio: torch.Tensor
     kl_BT: torch.Tensor | None = None
     vespo_phi_B1: torch.Tensor | None = None
-    left_out_BT: torch.Tensor | None = None  # True on tokens outside the trust region
-    left_out_B1: torch.Tensor | None = None  # True on completions outside the bounds of the sequence mask
+    outside_region_BT: torch.Tensor | None = None  # True on tokens that the trust region leaves out
+    outside_bounds_B1: torch.Tensor | None = None  # True on completions that the sequence mask leaves out
 
 
 @dataclass(frozen=True)
@@ -186,10 +192,9 @@ def outside_trust_region(
 def outside_sequence_bounds(
     logps_BT: torch.Tensor, sampling_logps_BT: torch.Tensor, mask_BT: torch.Tensor, low: float, high: float
 ) -> torch.Tensor:
-    """True, (B, 1), on completions whose geometric mean ratio to the sampler is outside [low, high].
+    """True, (B, 1), on completions whose geometric mean ratio to the sampler is outside [low, high] (SkyRL).
 
-    The exponential of the mean log-ratio (geometric masks of SkyRL and prime-rl); over tokens whose log-probability the
-    sampler reported.
+    Over tokens whose log-probability the sampler reported.
     """
     difference_BT = logps_BT - sampling_logps_BT
     ratio_B1 = _sequence_mean(difference_BT.nan_to_num(nan=0.0), mask_BT * ~difference_BT.isnan()).exp()
@@ -227,8 +232,9 @@ def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: tor
     if cfg.trust_region is not None and cfg.trust_region_threshold is not None:
         if batch.old_logps_BT is None and batch.sampling_logps_BT is not None:
             old = batch.sampling_logps_BT
-        left_out = outside_trust_region(cfg.trust_region, cfg.trust_region_threshold, logps, old, advantages)
-        return TokenLoss(-ratio * advantages * ~left_out, ratio, left_out_BT=left_out)
+        outside = outside_trust_region(cfg.trust_region, cfg.trust_region_threshold, logps, old, advantages)
+        weights = ratio.detach().clamp(max=_LARGEST_RATIO) * torch.exp(logps - logps.detach())
+        return TokenLoss(-weights * advantages * ~outside, ratio, outside_region_BT=outside)
     clipped = ratio.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high)
     bounded = ratio if cfg.delta is None else ratio.clamp(max=cfg.delta)
     return TokenLoss(-torch.min(bounded * advantages, clipped * advantages), bounded)
@@ -237,9 +243,7 @@ def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: tor
 def distillation_advantages(logps_BT: torch.Tensor, teacher_BT: torch.Tensor, coefficient: float) -> torch.Tensor:
     """The advantage of each token in on-policy distillation, (B, T): minus its term of KL(student || teacher), in nats.
 
-    Without gradient, and without a return over later tokens (Thinking Machines, "On-Policy Distillation", 2025). Times
-    the gradient of the log-probability it is the estimate, from the token that was sampled, of the gradient of the
-    reverse KL with the prefix held fixed, which GKD (arXiv 2306.13649) takes over the whole vocabulary.
+    Without gradient, and without a return over later tokens (Thinking Machines, "On-Policy Distillation", 2025).
     """
     return coefficient * (teacher_BT - logps_BT.detach())
 
@@ -255,14 +259,16 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
     sampling = old if batch.sampling_logps_BT is None else batch.sampling_logps_BT
     per_token = cfg.importance_sampling_level == "token"
     ratio = torch.exp(logps - old if per_token else _sequence_mean(logps - old, mask))
+    if not per_token and cfg.teacher_kl_coef is not None:
+        ratio = ratio.detach() * torch.exp(logps - logps.detach())  # each token its advantage (GSPO-token, 2507.18071)
     tokens = _surrogate(cfg, batch, old, ratio)
-    loss, left_out = tokens.loss_BT, None
+    loss, outside = tokens.loss_BT, None
     if cfg.off_policy_mask_threshold is not None:
         loss = loss * off_policy_keep(advantages, logps, sampling, mask, cfg.off_policy_mask_threshold)
     if cfg.sequence_mask_low is not None or cfg.sequence_mask_high is not None:
         low, high = cfg.sequence_mask_low or 0.0, cfg.sequence_mask_high or math.inf
-        left_out = outside_sequence_bounds(logps, sampling, mask, low, high)
-        loss = loss * ~left_out
+        outside = outside_sequence_bounds(logps, sampling, mask, low, high)
+        loss = loss * ~outside
     if batch.entropy_keep_BT is not None:
         loss = loss * batch.entropy_keep_BT
     if cfg.correct_sampling and cfg.loss_type != "vespo" and batch.sampling_ratio is not None:
@@ -275,7 +281,7 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
         kl = kl * ratio if cfg.use_bias_correction_kl else kl
         loss = loss + cfg.beta * kl
         kl = kl.detach()
-    return replace(tokens, loss_BT=loss, ratio=tokens.ratio.detach(), kl_BT=kl, left_out_B1=left_out)
+    return replace(tokens, loss_BT=loss, ratio=tokens.ratio.detach(), kl_BT=kl, outside_bounds_B1=outside)
 
 
 def token_weights(
@@ -309,8 +315,8 @@ def token_weights(
 def clip_indicators(cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
     """0/1, shaped like the ratio, under TRL's metric names; or what the trust region leaves out."""
     ratio = tokens.ratio
-    if tokens.left_out_BT is not None:
-        return {"trust_region/left_out": tokens.left_out_BT.float()}
+    if tokens.outside_region_BT is not None:
+        return {"trust_region/left_out": tokens.outside_region_BT.float()}
     if cfg.loss_type == "cispo":
         return {"cispo_clip_ratio": ((ratio > cfg.epsilon_high) & (advantages > 0)).float()}
     if cfg.loss_type not in PPO_CLIPPED:

@@ -49,8 +49,11 @@ def adds_at_zero_advantage(loss_type: str) -> bool:
     return loss_type == "vespo" or (loss_type in POLICY_LOSSES and not POLICY_LOSSES[loss_type][1])
 
 
-def check_policy_loss(name: str) -> None:
-    """Call a registered loss on four completions, and on each alone; a ConfigError where it breaks a rule."""
+def check_policy_loss(name: str, per_token: bool = False) -> None:
+    """Call a registered loss on four completions, and on each alone; a ConfigError where it breaks a rule.
+
+    `per_token`: advantages are those of a run with a teacher, (B, T).
+    """
     function, zero_at_zero = POLICY_LOSSES[name]
     lengths: tuple[int, ...] = (5, 3, 1, 4)
     logps_BT, old_BT = -1.5 + 0.4 * torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
@@ -60,7 +63,8 @@ def check_policy_loss(name: str) -> None:
         """Losses and gradients of the tokens that carry loss, (2, B, T), of a micro-batch as wide as it needs."""
         logps, old, mask = (part_BT[rows, : max(lengths[rows])] for part_BT in (logps_BT, old_BT, mask_BT))
         logps = logps.clone().requires_grad_()
-        loss = function(logps, old, torch.tensor(advantages)[rows, None], mask)
+        weights = old_BT[rows, : max(lengths[rows])] if per_token else 1.0
+        loss = function(logps, old, torch.tensor(advantages)[rows, None] * weights, mask)
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         if shape != tuple(mask.shape) or not loss.requires_grad or not bool(loss.isfinite().all()):
             raise ConfigError(

@@ -21,15 +21,15 @@ def no_reward(completions: list[Any], **columns: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def reward_sources(reward_funcs: Any, environments: Any, teacher: Any) -> Any:
-    """The reward functions for TRL's constructor, which needs one and writes to a list of them."""
-    if teacher is not None and not (reward_funcs or environments):
-        return [no_reward]
-    return list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs
+def check_teacher(
+    config: GRPOConfig, policy: Any, teacher: Any, processing_class: Any, reward_funcs: Any, environments: Any
+) -> Any:
+    """Refuse settings and arguments that do not fit together.
 
-
-def check_teacher(config: GRPOConfig, policy: Any, teacher: Any, processing_class: Any, rewarded: bool) -> None:
-    """Refuse settings and arguments that do not fit together; `rewarded`: there is a reward function or environment."""
+    Returns the reward functions for TRL's constructor, which needs one and writes to a list of them.
+    """
+    rewarded = reward_funcs or environments
+    reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs
     name, load = config.teacher_model, cast(dict[str, Any], config.teacher_model_init_kwargs or {})
     if teacher is None and name is None:
         if config.teacher_kl_coef is not None or load:
@@ -37,7 +37,7 @@ def check_teacher(config: GRPOConfig, policy: Any, teacher: Any, processing_clas
                 f"teacher_kl_coef={config.teacher_kl_coef}, teacher_model_init_kwargs={load} without a teacher; set "
                 "teacher_model, or pass a model to the trainer as teacher_model."
             )
-        return
+        return reward_funcs
     if teacher is None:
         find_model(str(name), load)
     else:
@@ -47,7 +47,7 @@ def check_teacher(config: GRPOConfig, policy: Any, teacher: Any, processing_clas
         "teacher_model or teacher_model_init_kwargs in GRPOConfig (for one that is loaded)": teacher is not None
         and bool(name or load),
         "weights that the policy shares (it would move with the policy; pass a copy)": len(set(weights)) < len(weights),
-        "reward functions and num_generations=1 (a completion alone in its group has no advantage)": rewarded
+        "reward functions and num_generations=1 (a completion alone in its group has no advantage)": bool(rewarded)
         and config.num_generations == 1,
         "a model that takes images (not implemented)": isinstance(processing_class, ProcessorMixin),
     }
@@ -55,6 +55,7 @@ def check_teacher(config: GRPOConfig, policy: Any, teacher: Any, processing_clas
     if teacher is not None and config.rollout_lag:
         refuse_replaced_forward(teacher, by_user=True)
     _check_tokens(name or str(teacher.config._name_or_path), config, load, processing_class)
+    return reward_funcs if rewarded else [no_reward]
 
 
 def _check_tokens(source: str, config: GRPOConfig, load: dict[str, Any], tokenizer: Any) -> None:
@@ -62,15 +63,16 @@ def _check_tokens(source: str, config: GRPOConfig, load: dict[str, Any], tokeniz
     try:
         trusted = load.get("trust_remote_code", getattr(config, "trust_remote_code", False))
         theirs = AutoTokenizer.from_pretrained(source, revision=load.get("revision"), trust_remote_code=trusted)
-    except (OSError, ValueError):  # none is saved with it
-        logger.warning("The teacher comes without a tokenizer, so its token ids are taken to be the policy's.")
+    except (OSError, ValueError) as error:
+        why = str(error).split("\n")[0] if source else "the model has no name"
+        logger.warning(f"The teacher's token ids are taken to be the policy's; its tokenizer did not load: {why}")
         return
     known = theirs.get_vocab()
     others = {token: i for token, i in tokenizer.get_vocab().items() if known.get(token) != i}
     if others:
         token, number = min(others.items(), key=lambda pair: pair[1])
         raise ConfigError(
-            f"{len(others)} of {len(tokenizer)} tokens are others in the teacher's tokenizer, the first of them "
+            f"{len(others)} of {len(tokenizer)} tokens differ in the teacher's tokenizer, the first of them "
             f"{token!r} (id {number}; the teacher's: {known.get(token)}). The teacher scores the token ids that the "
             "policy samples; use a teacher of the same family, with the same vocabulary."
         )

@@ -35,18 +35,8 @@ def reference_loader(
 ) -> Callable[[Any], Any] | None:
     """What returns the reference of a model (a name or an object), given the policy that TRL makes of it afterwards.
 
-    None where the run needs no further model: `beta` is zero, or an adapter holds its start. Otherwise the KL settings
-    are hidden from TRL's constructor, which would load one.
+    None where the run needs no further model: `beta` is zero, or an adapter holds its start.
     """
-    load = _reference_loader(model, args, peft_config, quantization_config)
-    if load is not None:
-        args.beta, args.sync_ref_model = 0.0, False  # `use_fixed_models` puts them back
-    return load
-
-
-def _reference_loader(
-    model: Any, args: trl.GRPOConfig, peft_config: Any, quantization_config: Any
-) -> Callable[[Any], Any] | None:
     if args.beta == 0.0:
         return None
     if peft_config is not None or isinstance(model, PeftModel):
@@ -158,10 +148,10 @@ def _is_partitioned(model: Any) -> bool:
 
 @torch.no_grad()
 def use_fixed_models(load: Callable[[Any], Any] | None, teacher: Any, view: TrainerView, config: GRPOConfig) -> None:
-    """Give the trainer its teacher (None: that of the settings, if any) and its reference, with its KL settings."""
+    """Give the trainer its reference, and its teacher (None: that of the settings, if any)."""
     if load is not None:
         reference = _prepared(load(view.model), view)
-        view.set_reference(reference, config.beta, config.sync_ref_model)
+        view.set_reference(reference, config.beta)
         if config.sync_ref_model:
             view.add_callback(SyncRefModelCallback(reference, view.accelerator))
     if teacher is None and config.teacher_model is not None:

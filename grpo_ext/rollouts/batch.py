@@ -31,15 +31,15 @@ logger = get_logger(__name__)
 
 ROW_IMAGES = "row_images"  # of a model that takes images (`rollouts.images`)
 # columns of this trainer's sampler (`TokenRecord`)
-KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS = "kept_counts", "kept_ids", "sampler_logps"
-EXPERTS = "experts"
+KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, EXPERTS = "kept_counts", "kept_ids", "sampler_logps", "experts"
 _NOT_OF_TRL = (KEPT_COUNTS, KEPT_IDS, EXPERTS)
 TEACHER_LOGPS = "teacher_per_token_logps"  # TRL's dictionary has it too, so that overrides pass it on
-MODEL_LOGPS = ("old_per_token_logps", "ref_per_token_logps", TEACHER_LOGPS)
+# columns by the model that scores, a field of `worker.Models`
+MODEL_LOGPS = {"policy": "old_per_token_logps", "reference": "ref_per_token_logps", "teacher": TEACHER_LOGPS}
 # columns with one value for each token, in TRL's dictionary (B, T)
 _OF_TOKENS = (
     *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
-    *(*MODEL_LOGPS, "sampling_per_token_logps", "importance_sampling_ratio"),
+    *(*MODEL_LOGPS.values(), "sampling_per_token_logps", "importance_sampling_ratio"),
 )
 
 

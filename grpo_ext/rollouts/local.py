@@ -77,9 +77,8 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    of_policy: bool  # for training (`trained_on`), to check vLLM's, or to record experts
-    of_reference: bool
-    of_teacher: bool
+    # keys of `batch.MODEL_LOGPS`; "policy" for training (`trained_on`), to check vLLM's, or to record experts
+    scored_by: tuple[str, ...]
     trained_on: bool  # the policy's are columns of the rollout batch
     record_experts: bool  # by the policy's forward, because the sampler does not
     batch_size: int  # of a forward without gradients, as `max_tokens`

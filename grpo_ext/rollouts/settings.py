@@ -86,10 +86,10 @@ def _logprobs(
     trained_on = steps > 1 or ratios is not None or (training and bool(args.rollout_lag))
     returns_experts = bool(getattr(worker.engine, "routers", ())) or why_not_by_key(view) is None
     record_experts = args.replay.experts and not (returns_experts and own_sampling(view) is None)
+    of_policy = trained_on or record_experts or (unchecked and not hooks.sampling)
+    wanted = {"policy": of_policy, "reference": view.beta != 0.0, "teacher": view.teacher_model is not None}
     return LogprobSettings(
-        of_policy=trained_on or record_experts or (unchecked and not hooks.sampling),
-        of_reference=view.beta != 0.0,
-        of_teacher=view.teacher_model is not None,
+        scored_by=tuple(name for name in wanted if wanted[name]),
         trained_on=trained_on,
         record_experts=record_experts,
         batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,

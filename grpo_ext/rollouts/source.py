@@ -181,7 +181,7 @@ class Rollouts:
         settings, args = self.settings_now() if job is None else job.settings, self.view.args
         make_round = functools.partial(self._round, settings=settings, job=job)
         # a group with equal rewards learns from the teacher
-        fills = args.dynamic_sampling and settings.sampling.training and not settings.logprobs.of_teacher
+        fills = args.dynamic_sampling and settings.sampling.training and "teacher" not in settings.logprobs.scored_by
         if fills:
             made = fill(rows, settings.rewards, self.steps, args.dynamic_sampling_max_rounds, make_round)
         else:
@@ -227,8 +227,8 @@ class Rollouts:
             by_function = settings.sampling.hooks.rollout is not None
             reason = why_equal(self.view.args, self.worker.settings.sharded, by_function)
             # rewards come after the log-probabilities, which members of a group compute together
-            scored = any((settings.logprobs.of_policy, settings.logprobs.of_reference, settings.logprobs.of_teacher))
-            waited_for = scored and self.worker.forwards.group is not None and not isinstance(error, RewardError)
+            in_groups = self.worker.forwards.group is not None and settings.logprobs.scored_by
+            waited_for = in_groups and not isinstance(error, RewardError)
             if reason or waited_for or on_all_processes(error) or self.view.accelerator.num_processes == 1:
                 raise
             return LocalRollout(rows.request, settings, failure=error)

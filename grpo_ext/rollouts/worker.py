@@ -194,9 +194,7 @@ class RolloutWorker:
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
     def add_logprobs(self, local: LocalRollout) -> None:
-        logprobs = local.settings.logprobs
-        wanted = zip(MODEL_LOGPS, Models._fields, (logprobs.of_policy, logprobs.of_reference, logprobs.of_teacher))
-        if not (names := {column: name for column, name, needed in wanted if needed}):
+        if not (names := local.settings.logprobs.scored_by):
             return
         rows = self._token_rows(local)
         has_rows = bool(len(rows))
@@ -215,7 +213,7 @@ class RolloutWorker:
             return list(logps_S.cpu().split(list(rows.completions_B))) if has_rows else []
 
         with self.clock.phase("logps"):
-            local.logps = {column: log_probs(name) for column, name in names.items()}
+            local.logps = {MODEL_LOGPS[name]: log_probs(name) for name in names}
 
     def _log_probs(
         self, rows: TokenRows, settings: RolloutSettings, name: str

@@ -22,6 +22,7 @@ import transformers
 import trl
 from transformers.utils import get_json_schema
 
+from ..algorithms.advantages import THRESHOLD, takes_keyword
 from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError, shortened
@@ -61,18 +62,16 @@ _BITWISE = (
     *("canonical_unit_size", "bitwise_threads"),
     *("forward", "float32_weight_gradients", "skip_zero_contribution", "compact_rollouts"),
 )
+_OF_LOSS = ("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high")
 # fields of this package's GRPOConfig that decide what is learned; its sizes are compared as they were resolved
 _EXTENSIONS = (
     *("advantage_estimator", "loss_aggregation", "dynamic_sampling", "dynamic_sampling_max_rounds", "rollout_lag"),
-    *("sampling_mask", "routing_replay"),
+    *("sampling_mask", "routing_replay", "advantage_k", "teacher_kl_coef", *_OF_LOSS),
     *("bitwise_invariant", *_BITWISE),
 )
-# further ones, absent where they are None: a fingerprint says nothing of what a run does not use
-_OF_LOSS = ("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high")
-_OPTIONAL = ("advantage_k", "eval_pass_threshold", *_OF_LOSS)
 # settings that may change within a rollout batch: they affect neither its completions nor their advantages
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-KEEPS_ROLLOUT |= {*_OF_LOSS}
+KEEPS_ROLLOUT |= {"teacher_kl_coef", *_OF_LOSS}
 # values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
 _OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
@@ -83,11 +82,7 @@ def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]
     accelerator = view.accelerator
     others = {"reference": view.ref_model, "teacher": view.teacher_model}
     fixed = {name: accelerator.unwrap_model(model) for name, model in others.items() if model is not None}
-    teacher = {}
-    if "teacher" in fixed:
-        settings = base_model_of(fixed["teacher"]).config.to_dict()
-        teacher["teacher"] = {"kl_coef": view.args.teacher_kl_coef, "config": _plain(settings, _NOT_COMPUTED)}
-    return teacher | {
+    return {
         "data": data_fingerprint(view.train_dataset),
         "model": model_fingerprint(view.policy, fixed, whole=not shards_parameters(accelerator)),
         "tokenizer": tokenizer_fingerprint(view.tokenizer),
@@ -114,8 +109,8 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
     names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
     values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
-    optional = _OF_LOSS if args.advantage_k is None else _OPTIONAL  # without k the threshold concerns evaluations only
-    values |= {name: value for name in optional if (value := getattr(args, name)) is not None}
+    if args.advantage_estimator and takes_keyword(args.advantage_estimator, THRESHOLD):  # elsewhere of evaluations only
+        values[THRESHOLD] = args.eval_pass_threshold
     sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in LAYOUT_SIZES}
     return dict(sorted({**values, **sizes}.items()))
 
@@ -182,10 +177,11 @@ def model_fingerprint(
     such as those of the `others`, by the names of these models; None where this process does not hold them `whole`.
     """
     config: Any = getattr(base_model_of(model), "config", None)
+    others = others or {}
     frozen = None
     if whole:
         fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        for kind, other in (others or {}).items():
+        for kind, other in others.items():
             fixed += [(f"{kind} {name}", p) for name, p in other.named_parameters()]
         frozen = _sample_hash(sorted(fixed, key=lambda pair: pair[0]))
     digest = hashlib.sha256()
@@ -203,6 +199,7 @@ def model_fingerprint(
         "sha256": digest.hexdigest(),
         "adapters": {n: _plain(vars(c), _NOT_COMPUTED) for n, c in getattr(model, "peft_config", {}).items()},
         "frozen": frozen,
+        "others": {kind: _plain(base_model_of(m).config.to_dict(), _NOT_COMPUTED) for kind, m in others.items()},
     }
 
 
@@ -242,16 +239,14 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The differences as `name: (saved, current)`; not those of weights that an engine shards, nor of names that only
-    one has (of another version), except optional settings, which are then off."""
+    """The differences as `name: (saved, current)`; not those of names that only one has, or that an engine shards."""
 
     def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
         model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
-        return {"teacher": None} | fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
+        return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
 
     old, new = flat(saved), flat(current)
-    both = old.keys() & new.keys() | ({*_OPTIONAL} if saved["settings"] else set())
-    return {n: (old.get(n), new.get(n)) for n in {**old, **new} if n in both and old.get(n) != new.get(n)}
+    return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
 
 
 def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:

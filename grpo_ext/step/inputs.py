@@ -18,7 +18,7 @@ from .settings import StepSettings
 from .statistics import StepContext
 
 _OF_LOSS = (
-    *("completion_mask", "tool_mask", "advantages", *MODEL_LOGPS),
+    *("completion_mask", "tool_mask", "advantages", *MODEL_LOGPS.values()),
     *("sampling_per_token_logps", "importance_sampling_ratio", SAMPLER_LOGPS),
 )
 

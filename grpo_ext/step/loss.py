@@ -3,6 +3,9 @@
 Differs from TRL's `_compute_loss`: no collective and no denominator of its own. Called for every micro-batch.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from ..algorithms.losses import (
@@ -51,7 +54,7 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
     batch = TokenBatch(
         logps_BT=logps,
         mask_BT=mask,
-        advantages_B=_advantages(cfg, logps, mask, micro_batch),
+        advantages_B=_advantages(cfg, columns, logps),
         old_logps_BT=columns.get("old_per_token_logps"),
         ref_logps_BT=columns.get("ref_per_token_logps"),
         sampling_logps_BT=columns.get("sampling_per_token_logps"),
@@ -68,7 +71,7 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
     if cfg.router_coefficient is not None:
         loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, micro_batch)
     metrics.add_tokens("entropy", entropies, mask, weight)
-    _add_policy_metrics(cfg, tokens, batch.advantages, mask, micro_batch)
+    _add_policy_metrics(cfg, tokens, batch, micro_batch)
     if (sampler_logps_BT := columns.get(SAMPLER_LOGPS)) is not None:
         _add_sampler_difference(batch, sampler_logps_BT, micro_batch)
     if routing is not None:
@@ -78,11 +81,9 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
     return loss * weight
 
 
-def _advantages(
-    cfg: LossConfig, logps_BT: torch.Tensor, mask_BT: torch.Tensor, micro_batch: LossInputs
-) -> torch.Tensor:
+def _advantages(cfg: LossConfig, columns: Mapping[str, Any], logps_BT: torch.Tensor) -> torch.Tensor:
     """The advantages of the rollout batch; with a teacher one for each token, (B, T)."""
-    advantages, teacher_BT = micro_batch.columns["advantages"], micro_batch.columns.get(TEACHER_LOGPS)
+    advantages, teacher_BT = columns["advantages"], columns.get(TEACHER_LOGPS)
     if cfg.teacher_kl_coef is None:
         return advantages
     if teacher_BT is None:
@@ -91,8 +92,6 @@ def _advantages(
             "_generate_and_score_completions, compute_loss or _compute_loss has to pass on what super() returns, or "
             "what it is given, under this name."
         )
-    kl_BT = logps_BT.detach() - teacher_BT
-    micro_batch.step.metrics.add_tokens("teacher_kl", kl_BT, mask_BT, micro_batch.part.weight)
     per_token = advantages[:, None] if advantages.dim() == 1 else advantages
     return per_token + distillation_advantages(logps_BT, teacher_BT, cfg.teacher_kl_coef)
 
@@ -142,19 +141,19 @@ def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: L
     return aux
 
 
-def _add_policy_metrics(
-    cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor, mask: torch.Tensor, micro_batch: LossInputs
-) -> None:
-    metrics, weight = micro_batch.step.metrics, micro_batch.part.weight
+def _add_policy_metrics(cfg: LossConfig, tokens: TokenLoss, batch: TokenBatch, micro_batch: LossInputs) -> None:
+    metrics, weight, mask = micro_batch.step.metrics, micro_batch.part.weight, batch.mask_BT
+    if cfg.teacher_kl_coef is not None:
+        metrics.add_tokens("teacher_kl", batch.logps_BT.detach() - micro_batch.columns[TEACHER_LOGPS], mask, weight)
     if tokens.kl_BT is not None:
         metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
-    whole = cfg.teacher_kl_coef is None  # else the tokens of a completion have advantages of their own
+    whole = batch.advantages_B.dim() == 1  # else the tokens of a completion have advantages of their own
     if tokens.vespo_phi_B1 is not None and whole:
         metrics.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi_B1, weight)
-    if tokens.left_out_B1 is not None:
-        metrics.add_sequences("sequence_mask/left_out", tokens.left_out_B1, weight)
+    if tokens.outside_bounds_B1 is not None:
+        metrics.add_sequences("sequence_mask/left_out", tokens.outside_bounds_B1, weight)
     per_sequence = cfg.importance_sampling_level == "sequence" and whole
-    for name, clipped in clip_indicators(cfg, tokens, advantages).items():
+    for name, clipped in clip_indicators(cfg, tokens, batch.advantages).items():
         mean_name = f"{name}_mean" if name.startswith("clip_ratio/") else name
         if per_sequence:
             metrics.add_sequences(mean_name, clipped, weight)

@@ -39,8 +39,7 @@ def step_settings_of(view: TrainerView) -> StepSettings:
     in_trl_form = custom_loss or view.overridden("_get_per_token_logps_and_entropies") is not None
     # terms that are not zero at advantage 0
     always_adds = view.beta != 0.0 or view.entropy_bonus or router or quantile < 1.0
-    always_adds = always_adds or view.teacher_model is not None
-    always_adds = always_adds or custom_loss or adds_at_zero_advantage(view.loss_type)
+    always_adds = always_adds or custom_loss or view.teacher_model is not None or adds_at_zero_advantage(view.loss_type)
     return StepSettings(
         skip_zeros=view.args.skip_zero_contribution and training and not always_adds,
         top_entropy_quantile=quantile,

@@ -45,10 +45,7 @@ _HELP = {
 class ScriptArguments(DataArguments):
     rewards: list[str] = field(
         default_factory=lambda: ["exact_number"],
-        metadata={
-            "help": f"{', '.join(reward_names())}, package.module.function, path/to/file.py:function, or "
-            "none beside a teacher."
-        },
+        metadata={"help": f"{', '.join(reward_names())}, package.module.function, path/to/file.py:function, or none."},
     )
     demo: str | None = setting(
         f"Instead of data: {EMBEDDED} (default), a tiny model that sorts letters, or path/to/file.py:name. "

@@ -62,8 +62,7 @@ class MemoryLayout:
     sampled_tokens: int  # in one `generate` call at maximal length, prompts included
     checkpointing: bool = True  # gradient checkpointing
     reference: bool = False  # a separate reference model is in memory
-    teacher: int = 0  # parameters of the teacher
-    teacher_bytes: int = _WEIGHT_BYTES  # of each
+    teacher: int = 0  # bytes of the teacher's weights
     bitwise: bool = False  # gradients are summed as 64-bit integers
     weights_ahead: int = 0  # copies of the trained weights on this device, to sample ahead
     head_tile: int = TILE[0] * TILE[1]  # logits that the head computes at a time
@@ -101,7 +100,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
         "weights": resident_weights + gathered,
         "half-precision copies": casts,
         "reference": resident_weights if layout.reference else 0,
-        "teacher": layout.teacher * layout.teacher_bytes / (layout.processes if shards_weights else 1),
+        "teacher": layout.teacher / (layout.processes if shards_weights else 1),
         "gradients": (width if deepspeed else 4) * model.trained / holders + reduced,
         "gradient of the head": 4 * model.head,
         "optimizer": (8 + masters) * model.trained / holders,
@@ -158,8 +157,9 @@ def measure(
 ) -> ModelSizes:
     """Measure the sizes of an architecture, without its weights."""
     text = config.get_text_config()
-    model = without_weights(config)
-    parameters, head = model.num_parameters(), model.get_output_embeddings()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parameters, head = sum(p.numel() for p in model.parameters()), model.get_output_embeddings()
     linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     adapters = None if lora_rank is None else sum(lora_rank * (m.in_features + m.out_features) for m in linear)
     stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == text.num_hidden_layers]
@@ -183,11 +183,6 @@ def measure(
         form=choice.planned(model),
         form_in_words=choice.described(model),
     )
-
-
-def without_weights(config: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _saved_per_token(config: Any, compute: str) -> float:
@@ -319,11 +314,22 @@ def expected_memory(
     return "\n".join(lines), _table(memory_of(sizes, layout), "rollout" if settings.get("use_vllm") else None)
 
 
+def teacher_bytes(settings: Mapping[str, Any]) -> int:
+    """Bytes of a teacher's weights, in the type in which it is loaded; 0 without one."""
+    if (teacher := settings.get("teacher_model")) is None:
+        return 0
+    config, load = load_config(teacher), settings.get("teacher_model_init_kwargs") or {}
+    load = json.loads(load) if isinstance(load, str) else load
+    kind = load.get("dtype", load.get("torch_dtype", "float32"))
+    kind = config.dtype if kind == "auto" else getattr(torch, str(kind).removeprefix("torch."))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).num_parameters() * (kind or torch.float32).itemsize
+
+
 def _layout_of(
     geometry: BatchGeometry, settings: Mapping[str, Any], engine: str, tokens: int, completion: int
 ) -> MemoryLayout:
-    lag, teacher = settings.get("rollout_lag"), settings.get("teacher_model")
-    load = dict(settings.get("teacher_model_init_kwargs") or {})
+    lag = settings.get("rollout_lag")
     return MemoryLayout(
         engine,
         geometry.num_processes,
@@ -332,8 +338,7 @@ def _layout_of(
         sampled_tokens=0 if settings.get("use_vllm") else geometry.generate_size * completion,
         checkpointing=bool(settings.get("gradient_checkpointing", True)),
         reference=settings.get("beta", 0.0) > 0 and not settings.get("use_peft"),
-        teacher=0 if teacher is None else without_weights(load_config(teacher)).num_parameters(),
-        teacher_bytes=getattr(torch, str(load.get("dtype", "float32")).removeprefix("torch.")).itemsize,
+        teacher=teacher_bytes(settings),
         bitwise=bool(settings.get("bitwise_invariant", False)),
         weights_ahead=lag + 1 if lag else 0,  # one for each rollout batch ahead, and one for the current one
         sequence_parallel_size=geometry.sequence_parallel_size,

@@ -31,7 +31,7 @@ logger = get_logger(__name__)
 Series = tuple[list[int], list[float]]  # optimizer steps, values
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement
 
-_SHARES = ("completions/clipped_ratio", "clip_ratio/region_mean", "cispo_clip_ratio", "frac_reward_zero_std")
+_SHARES = ("completions/clipped_ratio", "(clip_ratio/region_mean|cispo_clip_ratio|.+/left_out)", "frac_reward_zero_std")
 # for each plot: title, unit, patterns of the names of its values
 _PLOTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Evaluation", "mean over prompts", (HELD_OUT, f"eval_{PASS}", "eval_reward")),

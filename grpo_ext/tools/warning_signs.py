@@ -57,6 +57,8 @@ _RULES: tuple[tuple[str, Callable[[dict[str, float]], bool], str], ...] = (
 def warnings_of(series: Mapping[str, tuple[list[int], list[float]]], run: str) -> list[str]:
     """A sentence for each rule that holds; `series` has the steps and the values of what was logged, by name."""
     known = {name: _summary(*logged) for name, logged in series.items() if len(logged[1]) >= FEWEST}
+    if "teacher_kl" in known:  # from which groups with equal rewards learn
+        known.pop("frac_reward_zero_std", None)
     depths = [f"{_DRIFT}/{depth}" for depth in ("below_64", "below_512", "below_4096", "beyond")]
     if by_depth := [known[name] for name in depths if name in known]:
         known[_DEEP] = by_depth[-1] | {"first": by_depth[0]["last"]}

@@ -170,17 +170,42 @@ def test_the_trust_region_leaves_out_what_verl_leaves_out(kind, threshold):
     tokens, gradient = outcome(cfg, old_logps_BT=OLD)
     torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(tokens.loss_BT.detach(), expected, atol=1e-6, rtol=0)  # the ratio is its own gradient
-    assert torch.equal(tokens.left_out_BT, expected == 0)
+    assert torch.equal(tokens.outside_region_BT, expected == 0)
     assert clip_indicators(cfg, tokens, ADVANTAGES[:, None])["trust_region/left_out"].sum() == (expected == 0).sum()
     # without an old policy the sampler's probabilities bound the token, and the ratio is one
     on_policy, _ = outcome(cfg, sampling_logps_BT=OLD)
-    assert torch.equal(on_policy.left_out_BT, expected == 0)
+    assert torch.equal(on_policy.outside_region_BT, expected == 0)
     assert torch.equal(on_policy.ratio, torch.ones_like(OLD))
     unknown, _ = outcome(cfg, sampling_logps_BT=torch.full_like(OLD, math.nan))
-    assert not unknown.left_out_BT.any()
+    assert not unknown.outside_region_BT.any()
     # clipped ratios leave out other tokens: those that are unlikely
     _, clipped = outcome(LossConfig(), old_logps_BT=OLD)
     assert not torch.equal(clipped == 0, expected == 0)
+
+
+def test_in_a_trust_region_a_ratio_weights_a_token_by_20_at_most():
+    cfg = LossConfig(trust_region="tv", trust_region_threshold=0.5)
+    old = torch.tensor([[-4.0, -2.0, -800.0, -1.0], [-1.0] * 4], dtype=torch.float64)
+    tokens, gradient = outcome(cfg, torch.full_like(old, -1.0), old_logps_BT=old)
+    assert float(tokens.ratio[0, 2]) == math.inf
+    expected = -ADVANTAGES[0] * torch.tensor([20.0, math.e, 20.0, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(gradient[0], expected)
+    torch.testing.assert_close(tokens.loss_BT[0].detach(), expected)
+    certain, zero = outcome(cfg, torch.zeros_like(old), old_logps_BT=old)  # all outside: no zero times infinity
+    assert bool((zero[0] == 0).all())
+    assert bool((certain.loss_BT[0] == 0).all())
+
+
+def test_with_a_teacher_each_token_has_its_own_gradient_under_a_ratio_of_sequences():
+    """GSPO-token (arXiv 2507.18071, section 4.3): the value of GSPO's ratio, the gradient of the token."""
+    cfg = LossConfig("grpo", "sequence", teacher_kl_coef=1.0, epsilon_high=10.0, epsilon_low=10.0)
+    logps, advantages = NEW.clone().requires_grad_(), torch.linspace(-1, 1, NEW.numel()).double().view_as(NEW)
+    tokens = token_loss(cfg, TokenBatch(logps, torch.ones_like(NEW), advantages, old_logps_BT=OLD))
+    (gradient,) = torch.autograd.grad(tokens.loss_BT.sum(), logps)
+    ratio_B1 = (NEW - OLD).mean(1, keepdim=True).exp()
+    torch.testing.assert_close(gradient, -ratio_B1 * advantages)
+    torch.testing.assert_close(tokens.loss_BT.detach(), -ratio_B1 * advantages)
+    assert float((gradient - gradient.mean(1, keepdim=True)).norm() / gradient.norm()) > 0.1  # the ratio of GSPO: alike
 
 
 def test_binary_kl_of_a_token_that_has_become_certain():
@@ -201,16 +226,16 @@ def test_the_sequence_mask_is_on_the_geometric_mean_ratio_to_the_sampler():
     ):
         cfg = LossConfig(sequence_mask_low=low, sequence_mask_high=high)
         tokens, gradient = outcome(cfg, sampling_logps_BT=sampler)
-        assert tokens.left_out_B1.flatten().tolist() == expected
+        assert tokens.outside_bounds_B1.flatten().tolist() == expected
         assert (gradient == 0).all(1).tolist() == expected
     # the sampler is the old policy where no engine reports; unreported tokens do not count
-    assert outcome(LossConfig(sequence_mask_high=1.17), old_logps_BT=sampler)[0].left_out_B1.tolist() == [
+    assert outcome(LossConfig(sequence_mask_high=1.17), old_logps_BT=sampler)[0].outside_bounds_B1.tolist() == [
         [True],
         [False],
     ]
     sampler[0, :3] = math.nan
-    assert outcome(LossConfig(sequence_mask_high=1.17), sampling_logps_BT=sampler)[0].left_out_B1.sum() == 0
-    assert outcome(LossConfig(sequence_mask_high=1.03), sampling_logps_BT=sampler)[0].left_out_B1[0]
+    assert outcome(LossConfig(sequence_mask_high=1.17), sampling_logps_BT=sampler)[0].outside_bounds_B1.sum() == 0
+    assert outcome(LossConfig(sequence_mask_high=1.03), sampling_logps_BT=sampler)[0].outside_bounds_B1[0]
 
 
 # ---- Aggregations by hand -------------------------------------------------------------------------------------------

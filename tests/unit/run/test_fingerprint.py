@@ -8,7 +8,7 @@ from datasets import Dataset, Features, Image
 
 from grpo_ext.config import GRPOConfig
 from grpo_ext.run.fingerprint import changed, data_fingerprint, model_fingerprint, settings_of
-from tests.support.tiny import config_kwargs
+from tests.support.tiny import config_kwargs, tiny_model
 
 
 def frozen(rows, value):
@@ -17,19 +17,30 @@ def frozen(rows, value):
     return model_fingerprint(model)["frozen"]
 
 
-def test_an_optional_setting_is_absent_where_it_is_off_and_compared_where_one_run_has_it(tmp_path):
+def test_a_threshold_counts_where_an_estimator_takes_it_and_a_teacher_by_its_coefficient(tmp_path):
     def fingerprint(**changes: Any) -> dict[str, Any]:
         args = GRPOConfig(**config_kwargs(tmp_path, **changes))
         return {"model": {}, "settings": settings_of(args, args.geometry)}
 
-    plain = fingerprint(eval_pass_threshold=0.5)  # which concerns evaluations only
-    assert not {"advantage_k", "eval_pass_threshold"} & plain["settings"].keys()
-    at_2 = {"advantage_estimator": "pass_at_k", "advantage_k": 2}
+    plain, at_2 = fingerprint(), {"advantage_estimator": "pass_at_k", "advantage_k": 2}
+    assert changed(plain, fingerprint(eval_pass_threshold=0.5)) == {}  # which concerns evaluations only
     trained, passing = fingerprint(**at_2), fingerprint(**at_2, eval_pass_threshold=0.5)
     assert changed(plain, trained) == {"advantage_estimator": (None, "pass_at_k"), "advantage_k": (None, 2)}
-    assert changed(trained, plain) == {"advantage_estimator": ("pass_at_k", None), "advantage_k": (2, None)}
     assert changed(trained, passing) == {"eval_pass_threshold": (None, 0.5)}
-    assert changed({"model": {}, "settings": {}}, trained) == {}  # a checkpoint of another trainer
+    assert changed(plain, fingerprint(teacher_kl_coef=0.5)) == {"teacher_kl_coef": (None, 0.5)}
+    region = {"trust_region": "tv", "trust_region_threshold": 0.1}
+    assert changed(plain, fingerprint(**region)) == {name: (None, value) for name, value in region.items()}
+
+
+def test_another_fixed_model_is_another_run():
+    def found(**sizes: int) -> dict[str, Any]:
+        teacher = {"teacher": tiny_model("llama", **sizes)} if sizes else {}
+        return {"model": model_fingerprint(torch.nn.Linear(1, 1), teacher, whole=False), "settings": {}}
+
+    assert changed(found(intermediate_size=32), found(intermediate_size=32)) == {}
+    for other in (found(), found(intermediate_size=48)):
+        ((name, _),) = changed(found(intermediate_size=32), other).items()
+        assert name == "model.others"
 
 
 def test_frozen_weights_of_every_size_are_read():
