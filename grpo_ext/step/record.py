@@ -14,7 +14,7 @@ from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
 from ..errors import MemoryShortageError
-from ..rollouts.batch import SAMPLER_LOGPS, RolloutBatch
+from ..rollouts.batch import SAMPLER_LOGPS, TEACHER_LOGPS, RolloutBatch
 from ..runtime.collectives import gather_lists, whole
 from .inputs import LossInputs
 from .statistics import StepContext
@@ -46,6 +46,7 @@ class StepRecord:
         if not micro_batch.part.weight or len(rows) != shape[0]:
             return  # repeated to keep processes in step, or with rows of a user's override
         clipped = [part.bool().expand(shape) for part in clip_indicators(cfg, loss, batch.advantages).values()]
+        clipped += [loss.outside_bounds_B1.expand(shape)] if loss.outside_bounds_B1 is not None else []
         columns: dict[str, torch.Tensor | None] = {
             "mask": batch.mask_BT.long(),
             "sampler": micro_batch.columns.get(SAMPLER_LOGPS, batch.sampling_logps_BT),
@@ -53,6 +54,7 @@ class StepRecord:
             "training": batch.logps_BT,
             "ratio": loss.ratio,
             "kl": loss.kl_BT,
+            "teacher": micro_batch.columns.get(TEACHER_LOGPS),
             "clipped": torch.stack(clipped).any(0) if clipped else None,
             **others,
         }

@@ -15,7 +15,7 @@ from tests.estimators.rows import ROWS, Row, log_probability, measured, moved_by
 
 COMPLETIONS = 32_768
 HEADER = """\
-| change | beside the gradient of | factor | left over (exact) | in standard errors | variance | why |
+| change | compared with the gradient of | factor | left over (exact) | in standard errors | variance | why |
 |---|---|---|---|---|---|---|"""
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.algorithms.advantages import group_centered, group_standardized, optimal_baseline
 
 from . import objectives as of
 from .measure import Comparison, compare, gradients, left_over
@@ -80,8 +79,17 @@ def outside(change_PNT: torch.Tensor, positive_PN1: torch.Tensor, threshold: flo
     return torch.where(positive_PN1, change_PNT > threshold, change_PNT < -threshold)
 
 
+# what a completion's log-probability is multiplied by, written out again
 def over_tokens_of_group(rewards_CG: torch.Tensor, lengths_CG: torch.Tensor) -> torch.Tensor:
-    return group_centered(rewards_CG) * GENERATIONS / lengths_CG.sum(1, keepdim=True)
+    return (rewards_CG - rewards_CG.mean(1, keepdim=True)) * GENERATIONS / lengths_CG.sum(1, keepdim=True)
+
+
+def over_deviation_of_group(rewards_CG: torch.Tensor, lengths_CG: torch.Tensor) -> torch.Tensor:
+    return (rewards_CG - rewards_CG.mean(1, keepdim=True)) / (rewards_CG.std(1, keepdim=True) + 1e-4)
+
+
+def above_mean_by_length(rewards_CG: torch.Tensor, lengths_CG: torch.Tensor) -> torch.Tensor:
+    return rewards_CG - (rewards_CG * lengths_CG).sum(1, keepdim=True) / lengths_CG.sum(1, keepdim=True)
 
 
 class OwnLengthBaseline(GRPOTrainer):
@@ -159,7 +167,7 @@ ROWS = (
     _row(
         REWARD,
         Target("expected reward, prompts over their deviation", of.over_deviation),
-        Target("the mean over groups of 8", of_groups(lambda rewards, lengths: group_standardized(rewards))),
+        Target("the mean over groups of 8", of_groups(over_deviation_of_group)),
         advantage_estimator="group_standardized",
         why="over the deviation of 8 rewards: prompts whose groups are often constant get less than 1/deviation",
     ),
@@ -167,7 +175,7 @@ ROWS = (
         REWARD,
         Target("log of the pass rate, its series cut at 7 terms", of.truncated_likelihood(7)),
         advantage_estimator="max_rl",
-        why="rare successes weigh more (MaxRL, 2602.02710): with 8 completions, 7 terms",
+        why="rare successes weigh more; with 8 completions, 7 terms (MaxRL, 2602.02710)",
     ),
     _row(
         REWARD,
@@ -178,7 +186,7 @@ ROWS = (
     ),
     _row(
         REWARD,
-        Target("the mean over groups of 8", of_groups(optimal_baseline)),
+        Target("the mean over groups of 8", of_groups(above_mean_by_length)),
         advantage_estimator="optimal_baseline",
         why="the baseline holds a completion's own reward by its length: long answers learn less from theirs",
     ),

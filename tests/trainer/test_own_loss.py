@@ -61,8 +61,9 @@ def test_it_is_checked_when_the_configuration_is_made(tmp_path, register):
     register(lambda logps, old, advantages, mask: -advantages * logps / mask.sum(), True)
     with pytest.raises(ConfigError, match="'mine' depends on the split"):
         GRPOConfig(**config_kwargs(tmp_path, loss_type="mine"))
-    register(topr_near, True)
-    with pytest.raises(ConfigError, match="advantage zero add to it"):
-        GRPOConfig(**config_kwargs(tmp_path, loss_type="mine"))
+    register(topr_near, False)
+    for theirs in ({"importance_sampling_level": "sequence"}, {"delta": 2.0}):
+        with pytest.raises(ConfigError, match="computes ratios and bounds itself"):
+            GRPOConfig(**config_kwargs(tmp_path, loss_type="mine", **theirs))
     with pytest.raises(ConfigError, match=r"trust_region='tv'.*loss_type='mine'"):
         GRPOConfig(**config_kwargs(tmp_path, loss_type="mine", trust_region="tv", trust_region_threshold=0.1))

@@ -51,6 +51,16 @@ def test_a_loss_that_depends_on_the_split_is_refused(name):
         check_policy_loss("mine")
 
 
+def test_with_a_teacher_advantages_have_padding_too():
+    def balanced(logps_BT, old_BT, advantages, mask_BT):
+        return -(advantages - advantages.mean(1, keepdim=True)) * logps_BT
+
+    register_policy_loss("mine")(balanced)
+    check_policy_loss("mine")
+    with pytest.raises(ConfigError, match="depends on the split"):
+        check_policy_loss("mine", per_token=True)
+
+
 BROKEN = {
     "returned (4, 1) for log-probabilities of shape (4, 5)": lambda logps, old, advantages, mask: -advantages,
     "returned () for": lambda logps, old, advantages, mask: (-advantages * logps).sum(),

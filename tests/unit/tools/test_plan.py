@@ -31,6 +31,7 @@ from grpo_ext.tools.plan import (
     memory_of,
     refuse_size,
     sizes_taken,
+    teacher_bytes,
     what_fits,
 )
 from tests.bench.shapes import MODELS, decoder
@@ -157,8 +158,10 @@ def test_a_teacher_is_counted_in_the_type_that_it_is_loaded_in(tmp_path):
     _, table = expected_memory(str(tmp_path / "policy"), geometry_of({}, 1), settings)
     shown = dict(zip(*(column.cells for column in table.columns), strict=True))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN))
-    assert shown["teacher"] == in_units(2 * model.num_parameters())
+        count = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN)).num_parameters()
+    assert shown["teacher"] == in_units(2 * count)
+    for load, each in ((None, 4), ('{"torch_dtype": "float16"}', 2), ({"dtype": "auto"}, 4)):
+        assert teacher_bytes({**settings, "teacher_model_init_kwargs": load}) == each * count
 
 
 @pytest.mark.skipif(not QUANTISED, reason="needs bitsandbytes: pip install '.[quantized]'")

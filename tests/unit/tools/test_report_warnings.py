@@ -56,6 +56,11 @@ def test_a_rule_warns_of_what_it_is_about_alone(sentence):
     assert warnings_of(series_of(good), "runs/a") == []
 
 
+def test_beside_a_teacher_equal_rewards_teach():
+    alike = {"frac_reward_zero_std": [1, 1, 1]}
+    assert warnings_of(series_of(alike | {"teacher_kl": [0.2, 0.1, 0.1]}), "runs/a") == []
+
+
 def test_a_run_that_learns_is_left_alone():
     demo = {
         "frac_reward_zero_std": [0.41, 0.26, 0.2, 0.31, 0.35, 0.58, 0.66, 0.73, 0.8, 0.82, 0.84, 0.79, 0.88, 0.84],
