@@ -251,8 +251,8 @@ class GRPOConfig(trl.GRPOConfig):
 
     # Evaluation.
     eval_pass_threshold: float | None = setting(
-        "The least reward that passes in the pass@k of an evaluation, and with advantage_estimator='pass_at_k'. Default: 1 "
-        "if all are 0 or 1; else no pass@k."
+        "The least reward that passes in the pass@k of an evaluation, and with advantage_estimator='pass_at_k'. "
+        "Default: 1 if all are 0 or 1; else no pass@k."
     )
     eval_pass_reward: str | None = setting(
         "The reward function of pass@k and mean@k, by its name in the logs. Default: the weighted sum of all."
