@@ -98,9 +98,8 @@ class GRPOConfig(trl.GRPOConfig):
     )
     trust_region: str | None = setting(
         "Instead of clipping ratios (epsilon), leave out tokens whose probability has moved further than "
-        "trust_region_threshold the way their advantage points (DPPO): 'tv' measures the difference of probabilities, "
-        "'kl' the KL divergence of taking the token or another. Against the old policy, or the sampler where no old "
-        "policy is computed. For loss_type grpo, bnpo, dr_grpo, dapo and luspo, per token.",
+        "trust_region_threshold the way their advantage points (DPPO), by its difference ('tv') or KL divergence "
+        "('kl'), from the old policy, or the sampler where none is computed. For grpo, bnpo, dr_grpo, dapo and luspo.",
         choices=[None, "tv", "kl"],
     )
     trust_region_threshold: float | None = setting(

@@ -105,11 +105,10 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
 
 def _check_advantage_k(estimator: str | None, k: Any, group: int) -> None:
     takes_k = estimator is not None and takes_keyword(estimator, "advantage_k")
-    if takes_k != (isinstance(k, int) and 1 <= k < group) or (k is not None and not takes_k):
-        raise ConfigError(
-            f"advantage_k={k!r} with advantage_estimator={estimator!r}: 'pass_at_k' compares subsets of 1 to "
-            f"{group - 1} completions (num_generations - 1), and estimators that do not use it need None."
-        )
+    fits = isinstance(k, int) and 1 <= k < group if takes_k else k is None
+    if not fits:
+        rule = f"takes a whole number from 1 to {group - 1} (num_generations - 1)" if takes_k else "takes none"
+        raise ConfigError(f"advantage_k={k!r}, but advantage_estimator={estimator!r} {rule}.")
 
 
 def asks_for(engine: str, settings: Mapping[str, Any]) -> bool:

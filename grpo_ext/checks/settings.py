@@ -137,11 +137,10 @@ def remarks(view: TrainerView) -> list[str]:
     twice = {name for name in names if names.count(name) > 1}
     best = args.load_best_model_at_end and args.metric_for_best_model in ("loss", "eval_loss")
     thinks = "think_format_reward" in names and _end_of_prompt(view).endswith("<think>")
-    replaces_none = args.dynamic_sampling and view.teacher_model is not None
     sentences = {
         f"Several reward functions are named {', '.join(twice)}, so their metrics are merged; rename one.": twice,
         "dynamic_sampling=True replaces no group beside a teacher, from which groups with equal rewards learn too; "
-        "leave it out.": replaces_none,
+        "leave it out.": args.dynamic_sampling and view.teacher_model is not None,
         "load_best_model_at_end=True loads the checkpoint with the lowest eval_loss, which does not follow the reward; "
         "set metric_for_best_model='eval_reward'.": best,
         "think_format_reward is always 0, because prompts end in the <think> that it looks for in the completion; use "

@@ -1,9 +1,7 @@
-"""The models that are not trained, built on every process after TRL's constructor: the reference, and the teacher.
+"""The reference, which is the policy at its start, and the teacher: built on every process after TRL's constructor.
 
-The reference is the policy at its start.
-
-Differs from TRL, which loads it by name, or takes the base of an adapter for it: a model object needs no name and may
-have been changed, and an adapter may start anywhere. Used once, while the trainer is built.
+Differs from TRL, which loads a reference by name, or takes the base of an adapter for it: a model object needs no name
+and may have been changed, and an adapter may start anywhere. Used once, while the trainer is built.
 """
 
 import functools

@@ -106,6 +106,13 @@ def test_pass_at_k_compares_the_subsets_of_a_completion_with_all_subsets(rewards
         assert actual == pytest.approx(estimated("group_centered", *rewards, group=6), abs=1e-12)
 
 
+def test_pass_at_k_has_the_numerators_of_the_paper():
+    """The analytical advantages of arXiv 2508.10751 with 3 of 8 rollouts right and k = 4, times their deviation."""
+    mean = 1 - 5 / 70
+    expected = [1 - mean] * 3 + [1 - mean - 4 / 35] * 5
+    assert estimated("pass_at_k", 1, 1, 1, 0, 0, 0, 0, 0, group=8, k=4) == pytest.approx(expected, abs=1e-12)
+
+
 def test_pass_at_k_asks_which_rewards_pass():
     with pytest.raises(ConfigError, match="not all 0 or 1; set eval_pass_threshold"):
         estimated("pass_at_k", 0.5, 1, 0, 0, k=2)
