@@ -13,7 +13,6 @@ from typing import Any
 from .algorithms.advantages import check_estimator, takes_keyword
 from .algorithms.losses import LossConfig
 from .algorithms.pass_at_k import logged_k
-from .algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
 from .batching.sizes import require_whole
 from .errors import ConfigError, refuse_combination
 
@@ -22,6 +21,7 @@ _LEAST = dict.fromkeys(("per_device_eval_batch_size", "dynamic_sampling_max_roun
 _LEAST |= {"reward_retries": 0, "reward_workers": 0, "num_generations_eval": 1, "micro_batch_tokens": 2}
 _MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens", "top_k", "reward_timeout", "tool_timeout"}
 _MAY_BE_NONE |= {"trust_region_threshold", "sequence_mask_low", "sequence_mask_high", "teacher_kl_coef"}
+_MAY_BE_NONE |= {"eval_pass_threshold"}
 
 
 def check_values(settings: Mapping[str, Any]) -> None:
@@ -37,6 +37,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
         ("top_p", "a number above 0, at most 1", lambda value: 0 < value <= 1),
         ("top_k", f"a whole number, {least_k} or more", lambda value: value >= least_k and value % 1 == 0),
         ("repetition_penalty", "a number above 0", lambda value: 0 < value < math.inf),
+        ("eval_pass_threshold", "a finite number", math.isfinite),
         ("teacher_kl_coef", "a number above 0, or None for 1 with a teacher", lambda value: 0 < value < math.inf),
         ("routing_replay", "True or False", lambda value: isinstance(value, bool)),
         ("reward_timeout", seconds, lambda value: 0 < value <= TIMEOUT_MAX),
@@ -77,8 +78,6 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
     level, aggregation = settings["importance_sampling_level"], settings["loss_aggregation"]
     region = {name: settings[name] for name in ("trust_region", "trust_region_threshold", "delta")}
     loss = LossConfig(settings["loss_type"], level, aggregation=aggregation, **region)
-    if loss.loss_type in POLICY_LOSSES:
-        check_policy_loss(loss.loss_type, per_token=settings["teacher_model"] is not None)
     longest = settings["max_completion_length"]
     if loss.weighting == "sequence_sum_norm" and not longest:
         setting = "loss_type" if aggregation is None else "loss_aggregation"
@@ -94,7 +93,7 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
                 f"advantage_estimator={name!r} and scale_rewards={scale!r}, multi_objective_aggregation={several!r} "
                 "both determine how rewards become advantages; leave out the latter two."
             )
-    _check_advantage_k(name, settings["advantage_k"], settings["num_generations"])
+    check_advantage_k(name, settings["advantage_k"], settings["num_generations"])
     shared = settings["vllm_mode"] == "colocate" and settings["vllm_tensor_parallel_size"] > 1
     if settings["dynamic_sampling"] and settings["use_vllm"] and shared:
         raise ConfigError(
@@ -103,7 +102,7 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
         )
 
 
-def _check_advantage_k(estimator: str | None, k: Any, group: int) -> None:
+def check_advantage_k(estimator: str | None, k: Any, group: int) -> None:
     takes_k = estimator is not None and takes_keyword(estimator, "advantage_k")
     fits = isinstance(k, int) and 1 <= k < group if takes_k else k is None
     if not fits:

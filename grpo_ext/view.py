@@ -47,7 +47,6 @@ class TrainerView:
     # Models and data
     model: Any
     ref_model: Any
-    teacher_model: Any
     accelerator: Accelerator
     processing_class: Any
     tokenizer: Any
@@ -161,6 +160,11 @@ class TrainerView:
         return [model for model in (self.model, self.ref_model, self.teacher_model) if model is not None]
 
     @property
+    def teacher_model(self) -> Any:
+        # without a teacher there is no coefficient, and a subclass may have an attribute of this name
+        return None if self.args.teacher_kl_coef is None else getattr(self._trainer, "teacher_model")  # noqa: B009
+
+    @property
     def policy(self) -> Any:
         """The trained model inside an engine's wrapper."""
         return self.accelerator.unwrap_model(self.model)
@@ -188,9 +192,9 @@ class TrainerView:
         self._trainer.ref_model, self._trainer.beta = model, beta
 
     def set_teacher(self, model: Any) -> None:
-        self._trainer.teacher_model = model  # type: ignore[attr-defined]
-        if model is not None and self.args.teacher_kl_coef is None:
-            self.args.teacher_kl_coef = 1.0
+        if model is not None:
+            self._trainer.teacher_model = model  # type: ignore[attr-defined]
+            self.args.teacher_kl_coef = self.args.teacher_kl_coef or 1.0
 
     # ---- The loop's steps, which an interrupted run takes late -----------------------------------------------------
 

@@ -224,7 +224,7 @@ def _estimated(rule: AdvantageRule, name: str, rewards_PG: torch.Tensor, masks: 
     settings = {"advantage_k": rule.k, THRESHOLD: rule.pass_threshold}
     keywords: dict[str, Any] = {n: value for n, value in settings.items() if takes_keyword(name, n)}
     if takes_keyword(name, "lengths_PG"):
-        keywords["lengths_PG"] = torch.tensor([int(mask.sum()) for mask in masks]).view_as(rewards_PG)
+        keywords["lengths_PG"] = rewards_PG.new_tensor([int(mask.sum()) for mask in masks]).view_as(rewards_PG)
     expected, count = tuple(rewards_PG.shape), rewards_PG.numel()
     advantages = ESTIMATORS[name](rewards_PG.clone(), **keywords)  # a copy: an estimator may write to its argument
     if not isinstance(advantages, torch.Tensor) or tuple(advantages.shape) not in (expected, (count,)):

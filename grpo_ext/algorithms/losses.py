@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..errors import ConfigError
-from .policy_losses import POLICY_LOSSES, PPO_CLIPPED, check_loss_type
+from .policy_losses import POLICY_LOSSES, PPO_CLIPPED, check_loss_type, registered_loss
 
 _LARGEST_RATIO = 20.0  # that weights a token in a trust region (DPPO, section 5.4, in verl)
 # the default aggregation of a loss type; "token_mean" for the others
@@ -220,7 +220,8 @@ def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: tor
     """The loss of each token by its type, before masks, corrections and the KL term."""
     logps, advantages = batch.logps_BT, batch.advantages
     if cfg.loss_type in POLICY_LOSSES:
-        return TokenLoss(POLICY_LOSSES[cfg.loss_type][0](logps, old, advantages, batch.mask_BT), ratio)
+        own = POLICY_LOSSES[cfg.loss_type][0]
+        return TokenLoss(registered_loss(cfg.loss_type, own, logps, old, advantages, batch.mask_BT), ratio)
     if cfg.loss_type == "cispo":
         return TokenLoss(-ratio.clamp(max=cfg.epsilon_high).detach() * advantages * logps, ratio)
     if cfg.loss_type == "sapo":

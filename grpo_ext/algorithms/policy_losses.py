@@ -15,7 +15,7 @@ LOSS_TYPES = (*PPO_CLIPPED, "cispo", "sapo", "vespo")
 PolicyLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # those that users registered, and whether a completion with advantage zero adds nothing to them
 POLICY_LOSSES: dict[str, tuple[PolicyLoss, bool]] = {}
-_TOLERANCE = 1e-5  # of losses of order one in float32
+_TOLERANCE = 1e-5  # of the largest loss or gradient, in float32
 
 
 def register_policy_loss(name: str, zero_at_zero_advantage: bool = False) -> Callable[[PolicyLoss], PolicyLoss]:
@@ -24,12 +24,14 @@ def register_policy_loss(name: str, zero_at_zero_advantage: bool = False) -> Cal
     The function gets log-probabilities with the gradient, (B, T), those of the old policy, (B, T), advantages, (B, 1)
     or with a teacher (B, T), and the mask, (B, T), 1 on tokens that carry loss; it returns a loss per token, (B, T).
     Weights, masks, corrections and the KL term come on top. Completions with advantage zero are run, unless
-    `zero_at_zero_advantage` says that they add nothing. A ConfigError if a loss of this package has the name.
+    `zero_at_zero_advantage` says that they add nothing. It is called on completions made up for it; a ConfigError if it
+    depends on the split or fails there, or if a loss of this package has the name.
     """
+    if not isinstance(name, str) or name in LOSS_TYPES:
+        raise ConfigError(f"policy loss {name!r} comes with grpo_ext, or is no name; choose another name.")
 
     def register(function: PolicyLoss) -> PolicyLoss:
-        if name in LOSS_TYPES:
-            raise ConfigError(f"policy loss {name!r} comes with grpo_ext; choose another name.")
+        check_policy_loss(name, function, zero_at_zero_advantage)
         POLICY_LOSSES[name] = (function, zero_at_zero_advantage)  # a cell of a notebook may run again
         return function
 
@@ -38,7 +40,7 @@ def register_policy_loss(name: str, zero_at_zero_advantage: bool = False) -> Cal
 
 def check_loss_type(name: str) -> None:
     """Register `path/to/file.py:function`; raise a ConfigError for any other name that is not registered."""
-    if name not in POLICY_LOSSES and ".py:" in name:
+    if name not in POLICY_LOSSES and ".py:" in str(name):
         register_policy_loss(name)(load_named(name, f"loss_type={name!r}", Callable))
     if name not in (names := [*LOSS_TYPES, *POLICY_LOSSES]):
         raise ConfigError(f"loss_type={name!r} is unknown; use one of {', '.join(names)}, or path/to/file.py:function.")
@@ -49,35 +51,53 @@ def adds_at_zero_advantage(loss_type: str) -> bool:
     return loss_type == "vespo" or (loss_type in POLICY_LOSSES and not POLICY_LOSSES[loss_type][1])
 
 
-def check_policy_loss(name: str, per_token: bool = False) -> None:
-    """Call a registered loss on four completions, and on each alone; a ConfigError where it breaks a rule.
+def registered_loss(name: str, function: PolicyLoss, logps: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The losses of a function, (B, T); it gets copies of the `others`, and may write to them."""
+    loss = function(logps, *(other.clone() for other in others))
+    shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+    if shape != tuple(logps.shape):
+        raise ConfigError(
+            f"policy loss {name!r} returned {shape} for log-probabilities of shape {tuple(logps.shape)}; return a loss "
+            "for each token, padding too."
+        )
+    return loss
 
-    `per_token`: advantages are those of a run with a teacher, (B, T).
+
+def check_policy_loss(name: str, function: PolicyLoss, zero_at_zero: bool, per_token: bool = False) -> None:
+    """Call a loss on four completions, and on each alone; a ConfigError where it breaks a rule.
+
+    The last one carries no loss, as one that is masked out. `per_token`: advantages are (B, T), as with a teacher.
     """
-    function, zero_at_zero = POLICY_LOSSES[name]
     lengths: tuple[int, ...] = (5, 3, 1, 4)
     logps_BT, old_BT = -1.5 + 0.4 * torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
     mask_BT = (torch.arange(5) < torch.tensor(lengths)[:, None]).long()
+    mask_BT[3] = 0
 
     def terms(rows: slice, advantages: tuple[float, ...] = (1.0, -0.5, 0.3, -2.0)) -> torch.Tensor:
         """Losses and gradients of the tokens that carry loss, (2, B, T), of a micro-batch as wide as it needs."""
         logps, old, mask = (part_BT[rows, : max(lengths[rows])] for part_BT in (logps_BT, old_BT, mask_BT))
-        logps = logps.clone().requires_grad_()
-        weights = old_BT[rows, : max(lengths[rows])] if per_token else 1.0
-        loss = function(logps, old, torch.tensor(advantages)[rows, None] * weights, mask)
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        if shape != tuple(mask.shape) or not loss.requires_grad or not bool(loss.isfinite().all()):
+        logps, weights = logps.clone().requires_grad_(), old if per_token else 1.0
+        try:
+            loss = registered_loss(name, function, logps, old, torch.tensor(advantages)[rows, None] * weights, mask)
+            gradient = torch.autograd.grad((loss * mask).sum(), logps)[0]
+        except ConfigError:
+            raise
+        except Exception as error:
             raise ConfigError(
-                f"policy loss {name!r} returned {shape} for log-probabilities of shape {tuple(mask.shape)}; return a "
-                "finite loss for each token, padding too, that depends on the first argument."
+                f"policy loss {name!r} failed on log-probabilities of shape {tuple(mask.shape)}, or has no gradient "
+                f"with respect to them ({error}); it takes four tensors and returns one."
+            ) from error
+        if not bool(loss.isfinite().all()):
+            raise ConfigError(
+                f"policy loss {name!r} is not finite on padding, or on a completion whose mask is zero (it carries no "
+                "loss); divide by mask.sum(1, keepdim=True).clamp(min=1)."
             )
-        gradient = torch.autograd.grad((loss * mask).sum(), logps)[0]
         return torch.stack([loss.detach(), gradient]) * mask
 
     whole = terms(slice(0, 4))
     for row, length in enumerate(lengths):
         alone, among = terms(slice(row, row + 1))[:, 0], whole[:, row, :length]
-        if float((alone - among).abs().max()) > _TOLERANCE:
+        if float((alone - among).abs().max()) > _TOLERANCE * float(whole.abs().max()):
             raise ConfigError(
                 f"policy loss {name!r} depends on the split: the losses of a completion are {alone[0].tolist()} alone, "
                 f"and {among[0].tolist()} beside others (or their gradients differ). Compute each token from its own "

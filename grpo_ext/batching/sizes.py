@@ -137,7 +137,7 @@ def group_size(settings: Mapping[str, Any]) -> int:
     if not isinstance(generations, int) or generations < least:
         raise ConfigError(
             f"num_generations={generations!r}: a group needs at least 2 completions to have an advantage; use 2 or "
-            "more (8 is TRL's default), or 1 with a teacher and no reward function."
+            "more (8 is TRL's default), or 1 with a teacher (teacher_model or teacher_kl_coef) and no reward function."
         )
     return generations
 

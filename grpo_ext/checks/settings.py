@@ -6,6 +6,7 @@ import torch
 from transformers import GenerationConfig, StopStringCriteria
 
 from .. import compat
+from ..algorithms.policy_losses import POLICY_LOSSES
 from ..errors import ConfigError, did_you_mean, refuse_combination
 from ..forward.architecture import base_model_of
 from ..rollouts.keyed import own_generate, setting_of
@@ -137,7 +138,14 @@ def remarks(view: TrainerView) -> list[str]:
     twice = {name for name in names if names.count(name) > 1}
     best = args.load_best_model_at_end and args.metric_for_best_model in ("loss", "eval_loss")
     thinks = "think_format_reward" in names and _end_of_prompt(view).endswith("<think>")
+    own_limit = args.trust_region is not None or view.loss_type in POLICY_LOSSES
+    old = args.use_vllm or args.rollout_lag or view.geometry.steps_per_rollout * view.num_iterations > 1
+    limits = [n for n in ("trust_region", "sequence_mask_low", "sequence_mask_high") if getattr(args, n) is not None]
     sentences = {
+        f"epsilon={args.epsilon:g} does nothing with this trust_region or loss_type, which has its own limit; leave it "
+        "out.": own_limit and args.epsilon != 0.2,
+        f"{', '.join(limits)} leaves nothing out: a rollout batch is trained once, by the policy that sampled it. Set "
+        "rollout_lag or num_iterations, or a rollout_batch_size of several steps.": limits and not old,
         f"Several reward functions are named {', '.join(twice)}, so their metrics are merged; rename one.": twice,
         "dynamic_sampling=True replaces no group beside a teacher, from which groups with equal rewards learn too; "
         "leave it out.": args.dynamic_sampling and view.teacher_model is not None,

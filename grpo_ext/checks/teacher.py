@@ -9,6 +9,7 @@ from typing import Any, cast
 from accelerate.logging import get_logger
 from transformers import AutoTokenizer, ProcessorMixin
 
+from ..algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
 from ..config import GRPOConfig
 from ..errors import ConfigError, refuse_combination
 from ..forward.snapshot import refuse_replaced_forward
@@ -49,9 +50,12 @@ def check_teacher(
         "weights that the policy shares (it would move with the policy; pass a copy)": len(set(weights)) < len(weights),
         "reward functions and num_generations=1 (a completion alone in its group has no advantage)": bool(rewarded)
         and config.num_generations == 1,
+        "torch_dtype in teacher_model_init_kwargs (which has no effect; write dtype)": "torch_dtype" in load,
         "a model that takes images (not implemented)": isinstance(processing_class, ProcessorMixin),
     }
     refuse_combination("a teacher", others, "Leave one of the two out.")
+    if config.loss_type in POLICY_LOSSES:
+        check_policy_loss(config.loss_type, *POLICY_LOSSES[config.loss_type], per_token=True)
     if teacher is not None and config.rollout_lag:
         refuse_replaced_forward(teacher, by_user=True)
     _check_tokens(name or str(teacher.config._name_or_path), config, load, processing_class)

@@ -169,7 +169,7 @@ def install(model: Any, temperature: float, cast_to_fp32: bool = False) -> None:
             return below(model, *args, **kwargs)
         return _run(model, transform, cast_to_fp32, targets, *args, **kwargs)
 
-    replace_forward(model, run)
+    replace_forward(model, run, mark=temperature)
 
 
 def _run(

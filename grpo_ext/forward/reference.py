@@ -162,7 +162,13 @@ def use_fixed_models(load: Callable[[Any], Any] | None, teacher: Any, view: Trai
 
 
 def _refuse_teacher(teacher: Any, view: TrainerView) -> None:
-    refuse_unknown_head(base_model_of(teacher))
+    base = base_model_of(teacher)
+    refuse_unknown_head(base)
+    if (other := getattr(base.forward, "of_grpo_ext", view.temperature)) != view.temperature:
+        raise ModelError(
+            f"the teacher belongs to a trainer with temperature={other}, and this one has {view.temperature}; load it "
+            "for each of them."
+        )
     known, sampled = (base_model_of(model).config.get_text_config().vocab_size for model in (teacher, view.model))
     if known < sampled:
         raise ModelError(

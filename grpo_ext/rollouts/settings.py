@@ -15,6 +15,7 @@ from ..algorithms.losses import RatioRule
 from ..batching.sizes import ChunkSizes
 from ..forward.architecture import base_model_of
 from ..rewards.runner import RewardFunctions
+from ..setting_rules import check_advantage_k
 from ..view import TrainerView
 from . import keyed
 from .chat import Chat
@@ -52,6 +53,7 @@ def reward_functions(view: TrainerView) -> RewardFunctions:
 
 def advantage_rule(view: TrainerView) -> AdvantageRule:
     args, scale, aggregation = view.args, view.scale_rewards, view.multi_objective_aggregation
+    check_advantage_k(args.advantage_estimator, args.advantage_k, view.num_generations)  # a callback may have set them
     return AdvantageRule(args.advantage_estimator, scale, aggregation, args.advantage_k, args.eval_pass_threshold)
 
 

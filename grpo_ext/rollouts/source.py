@@ -180,8 +180,8 @@ class Rollouts:
         """
         settings, args = self.settings_now() if job is None else job.settings, self.view.args
         make_round = functools.partial(self._round, settings=settings, job=job)
-        # a group with equal rewards learns from the teacher
-        fills = args.dynamic_sampling and settings.sampling.training and "teacher" not in settings.logprobs.scored_by
+        taught = "teacher" in settings.logprobs.scored_by  # groups with equal rewards learn, too
+        fills = args.dynamic_sampling and settings.sampling.training and not taught
         if fills:
             made = fill(rows, settings.rewards, self.steps, args.dynamic_sampling_max_rounds, make_round)
         else:
@@ -190,7 +190,7 @@ class Rollouts:
         if fills or settings.sampling.hooks.score is None:  # else TRL's method has logged what it made
             self.log.add(made.rounds, settings, made.metrics)
         self._has_made_one = True
-        if made.rewards_BF is not None and torch.isnan(made.rewards_BF).all():
+        if made.rewards_BF is not None and torch.isnan(made.rewards_BF).all() and not taught:
             names = ", ".join(settings.rewards.functions.names)
             logger.warning(
                 f"No completion of this rollout was scored: {names} returned None for all of them, "

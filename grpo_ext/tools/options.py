@@ -70,7 +70,10 @@ def parse(
     if demos and settings.get("demo") in demos:
         settings["demo"] = demos[settings["demo"]]
     demo = demo_of(settings)
-    return demo, *as_dataclasses({**(demo.settings if demo else {}), **settings})
+    script, training, loading = as_dataclasses({**(demo.settings if demo else {}), **settings})
+    if script.rewards == ["none"] and training.teacher_model is None:
+        raise ConfigError("--rewards none needs a teacher to learn from; set --teacher_model.")
+    return demo, script, training, loading
 
 
 def read_settings(

@@ -122,7 +122,7 @@ def memory_of(model: ModelSizes, layout: MemoryLayout) -> dict[str, float]:
     return {**parts, "training": step, "rollout": resident + sampling}
 
 
-def load_config(model: str) -> Any:
+def load_config(model: str, setting: str = "model_name_or_path") -> Any:
     """Read the configuration of a model id, a folder, or a JSON file."""
     try:
         if model.endswith(".json"):
@@ -136,7 +136,7 @@ def load_config(model: str) -> Any:
         download = f"https://huggingface.co/{model}/raw/main/config.json"
         elsewhere = f" Without a network, download {download} elsewhere and pass that file."
         raise ConfigError(
-            f"model_name_or_path={model!r} has no readable configuration ({reason}); pass a model id, a folder, or "
+            f"{setting}={model!r} has no readable configuration ({reason}); pass a model id, a folder, or "
             f"a config.json.{elsewhere if on_the_hub else ''}"
         ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -318,9 +318,9 @@ def teacher_bytes(settings: Mapping[str, Any]) -> int:
     """Bytes of a teacher's weights, in the type in which it is loaded; 0 without one."""
     if (teacher := settings.get("teacher_model")) is None:
         return 0
-    config, load = load_config(teacher), settings.get("teacher_model_init_kwargs") or {}
+    config, load = load_config(teacher, "teacher_model"), settings.get("teacher_model_init_kwargs") or {}
     load = json.loads(load) if isinstance(load, str) else load
-    kind = load.get("dtype", load.get("torch_dtype", "float32"))
+    kind = load.get("dtype", "float32")
     kind = config.dtype if kind == "auto" else getattr(torch, str(kind).removeprefix("torch."))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config).num_parameters() * (kind or torch.float32).itemsize

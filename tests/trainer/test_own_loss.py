@@ -1,5 +1,6 @@
 """A registered policy loss in the trainer: weights and denominators stay ours, and what adds nothing is not run."""
 
+import re
 from typing import Any
 
 import pytest
@@ -57,13 +58,25 @@ def test_completions_with_advantage_zero_run_where_they_add_to_the_loss(tmp_path
     assert not torch.equal(ran, parameters(trainer))
 
 
-def test_it_is_checked_when_the_configuration_is_made(tmp_path, register):
-    register(lambda logps, old, advantages, mask: -advantages * logps / mask.sum(), True)
-    with pytest.raises(ConfigError, match="'mine' depends on the split"):
-        GRPOConfig(**config_kwargs(tmp_path, loss_type="mine"))
+def test_what_computes_ratios_itself_takes_no_setting_of_ratios(tmp_path, register):
     register(topr_near, False)
     for theirs in ({"importance_sampling_level": "sequence"}, {"delta": 2.0}):
         with pytest.raises(ConfigError, match="computes ratios and bounds itself"):
             GRPOConfig(**config_kwargs(tmp_path, loss_type="mine", **theirs))
     with pytest.raises(ConfigError, match=r"trust_region='tv'.*loss_type='mine'"):
         GRPOConfig(**config_kwargs(tmp_path, loss_type="mine", trust_region="tv", trust_region_threshold=0.1))
+
+
+REMARKS: dict[str, dict[str, Any]] = {
+    r"epsilon=0\.3 does nothing": {"trust_region": "tv", "trust_region_threshold": 0.1, "epsilon": 0.3, **REUSED},
+    r"sequence_mask_high leaves nothing out": {"sequence_mask_high": 1.1, "max_steps": 1},
+}
+
+
+@pytest.mark.parametrize("words", REMARKS)
+def test_a_setting_without_effect_is_remarked_upon(tmp_path, caplog, words):
+    make(tmp_path / "remarked", **REMARKS[words]).train()
+    assert re.search(words, caplog.text)
+    caplog.clear()
+    make(tmp_path / "plain", sequence_mask_high=1.1, **REUSED).train()
+    assert not any(re.search(each, caplog.text) for each in REMARKS)

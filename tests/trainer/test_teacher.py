@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
+from grpo_ext.algorithms.policy_losses import POLICY_LOSSES
 from grpo_ext.errors import CheckpointError, ConfigError, GrpoExtError, ModelError
 from grpo_ext.rollouts.batch import KEPT_COUNTS, KEPT_IDS, TEACHER_LOGPS, RolloutBatch
 from tests.support.float64 import float64_throughout
@@ -246,7 +247,7 @@ def test_a_name_loads_it_and_its_tokens_are_compared(tmp_path):
 REFUSED: list[tuple[dict[str, Any], type[GrpoExtError], str]] = [
     ({"teacher_kl_coef": 0.5}, ConfigError, r"teacher_kl_coef=0\.5.*without a teacher; set teacher_model"),
     ({"teacher_kl_coef": 0.0}, ConfigError, r"teacher_kl_coef=0\.0: use a number above 0"),
-    ({"num_generations": 1}, ConfigError, r"num_generations=1.*or 1 with a teacher and no reward function"),
+    ({"num_generations": 1}, ConfigError, r"num_generations=1.*or 1 with a teacher .* and no reward function"),
     (
         {"num_generations": 1, "teacher_kl_coef": 1.0, "teacher_model": teacher},
         ConfigError,
@@ -283,3 +284,35 @@ def test_a_teacher_that_would_move_with_the_policy_is_refused(tmp_path):
     trainer.add_callback(on("on_step_begin", lambda state: setattr(trainer, "teacher_model", None), at=1))
     with pytest.raises(ConfigError, match="teacher_model was changed"):
         trainer.train()
+
+
+def test_a_teacher_serves_the_trainers_of_one_temperature(tmp_path):
+    shared = teacher()
+    make(tmp_path / "first", teacher_model=shared)
+    make(tmp_path / "alike", teacher_model=shared)
+    with pytest.raises(ModelError, match=r"a trainer with temperature=1\.0, and this one has 0\.5; load it"):
+        make(tmp_path / "cooler", teacher_model=shared, temperature=0.5)
+
+
+def test_an_attribute_of_a_subclass_that_has_the_name_is_left_alone(tmp_path):
+    class Theirs(GRPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.teacher_model = "theirs"
+            super().__init__(*args, **kwargs)
+
+    trainer = make(tmp_path / "out", cls=Theirs, max_steps=1)
+    trainer.train()
+    assert trainer.teacher_model == "theirs"
+    plain = make(tmp_path / "plain", max_steps=1)
+    plain.train()
+    assert torch.equal(parameters(trainer), parameters(plain))
+
+
+def test_a_registered_loss_has_to_fit_advantages_per_token(tmp_path, monkeypatch):
+    def row_mean(logps_BT: Any, old_BT: Any, advantages: Any, mask_BT: Any) -> Any:
+        return -advantages.mean(1, keepdim=True) * logps_BT  # over padding too
+
+    monkeypatch.setitem(POLICY_LOSSES, "row_mean", (row_mean, False))
+    make(tmp_path / "without", loss_type="row_mean")
+    with pytest.raises(ConfigError, match="'row_mean' depends on the split"):
+        make(tmp_path / "with", loss_type="row_mean", teacher_model=teacher())

@@ -160,7 +160,7 @@ def test_a_teacher_is_counted_in_the_type_that_it_is_loaded_in(tmp_path):
     with torch.device("meta"):
         count = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN)).num_parameters()
     assert shown["teacher"] == in_units(2 * count)
-    for load, each in ((None, 4), ('{"torch_dtype": "float16"}', 2), ({"dtype": "auto"}, 4)):
+    for load, each in ((None, 4), ('{"dtype": "float16"}', 2), ({"dtype": "auto"}, 4)):
         assert teacher_bytes({**settings, "teacher_model_init_kwargs": load}) == each * count
 
 
