@@ -127,7 +127,7 @@ check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--ag
 bench: $(READY)  ## the reference shapes against stock TRL, by phase (under 20 minutes; ARGS=--long for all of them)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-estimators: $(READY)  ## what each setting is the gradient of, on a policy that can be enumerated (a quarter of an hour)
+estimators: $(READY)  ## what each setting is the gradient of, on a policy that can be enumerated (about 20 minutes)
 	@$(BIN)/python -m tests.estimators $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, and the sizes of files, functions and the package

@@ -2,7 +2,7 @@
 
     python -m tests.estimators [completions [part of a row's name]]
 
-32,768 completions for each row take a quarter of an hour on one core; four times as many halve the standard errors.
+32,768 completions for each row take about 20 minutes on one core; four times as many halve the standard errors.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from tests.estimators.rows import ROWS, Row, log_probability, measured, moved_by
 
 COMPLETIONS = 32_768
 HEADER = """\
-| change | compared with the gradient of | factor | left over (exact) | in standard errors | variance | why |
+| change | compared with the gradient of | factor | points elsewhere (exact) | standard errors | variance | why |
 |---|---|---|---|---|---|---|"""
 
 

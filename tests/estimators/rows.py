@@ -118,7 +118,7 @@ LAG = {"rollout_lag": 1}
 NO_CLIPPING = {**LAG, "epsilon": 1e6}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 REPLAY = {"sampling_mask": "replay"}
-CLIPPING = "tokens that moved as their advantage asks are left out (a trust region, PPO); the rest points elsewhere"
+CLIPPING = "limits the step: leaves out tokens that have moved in the direction of their advantage (PPO)"
 PREFIXES = "ratios of tokens, not of their prefixes: first order in the move, as in PPO (1707.06347)"
 KL = {"advantage_estimator": "leave_one_out", "beta": 0.5}
 
@@ -143,7 +143,7 @@ def _off_policy(name: str, settings: dict[str, Any], follows: str, term: TokenTe
 def _vllm(name: str, term: TokenTerm, why: str = "", **settings: Any) -> Row:
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_check": False}
     settings = {f"vllm_importance_sampling_{key}": value for key, value in settings.items()}
-    targets = (REWARD, Target("the engine's completions, weighted so", surrogate(term)))
+    targets = (REWARD, Target("the engine's completions, with these weights", surrogate(term)))
     return Row(name, {**vllm, **settings}, targets, why, where="engine")
 
 
@@ -269,7 +269,7 @@ ROWS = (
         {**NO_CLIPPING, "sequence_mask_low": 0.9, "sequence_mask_high": 1.1},
         "ratios of tokens, without completions outside the bounds",
         lambda r, logps, _: r * ((of.mean_ratio(r) >= 0.9) & (of.mean_ratio(r) <= 1.1)),
-        "the completions that moved most are left out",
+        "limits the step: leaves out completions that have moved most",
     ),
     _row(
         WHOLE,
@@ -288,17 +288,17 @@ ROWS = (
         why="a cut-off answer has no loss, whatever its reward",
     ),
     Row(
-        "`beta=0.5`, reference elsewhere",
+        "`beta=0.5`, a reference that differs",
         KL,
         (
             Target("expected reward - 0.5 KL(policy, reference)", plus(of.expected_reward, -0.5, of.reverse_kl)),
             Target("the same with KL per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_reverse_kl)),
         ),
-        "what a token does to the KL of later tokens is left out (2506.09477)",
+        "ignores a token's effect on the KL of later tokens (2506.09477)",
         where="moved",
     ),
     Row(
-        "`beta=0.5, use_bias_correction_kl=False`, reference elsewhere",
+        "`beta=0.5, use_bias_correction_kl=False`, a reference that differs",
         {**KL, "use_bias_correction_kl": False},
         (
             Target("expected reward - 0.5 KL(policy, reference)", plus(of.expected_reward, -0.5, of.reverse_kl)),
@@ -308,13 +308,13 @@ ROWS = (
         where="moved",
     ),
     Row(
-        "`teacher_kl_coef=0.5`, teacher elsewhere",
+        "`teacher_kl_coef=0.5`, a teacher that differs",
         {"advantage_estimator": "leave_one_out", "teacher_kl_coef": 0.5},
         (
             Target("expected reward - 0.5 KL(policy, teacher)", plus(of.expected_reward, -0.5, of.reverse_kl)),
             Target("the same with KL per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_reverse_kl)),
         ),
-        "what a token does to the KL of later tokens is left out, as in GKD (2306.13649)",
+        "ignores a token's effect on the KL of later tokens, as in GKD (2306.13649)",
         where="moved",
     ),
     Row(
@@ -335,7 +335,7 @@ ROWS = (
         ),
         advantage_estimator="leave_one_out",
         entropy_coef=0.3,
-        why="what a token does to the entropy of later tokens is left out",
+        why="ignores a token's effect on the entropy of later tokens",
     ),
     _row(REWARD, top_entropy_quantile=0.5, why="tokens below the quantile do not learn (2506.01939)"),
     _row(
@@ -344,7 +344,7 @@ ROWS = (
         why="constant groups are replaced: a scale, and less variance for each completion that trains",
     ),
     _vllm(
-        "vLLM whose weights have noise, no correction",
+        "vLLM with perturbed weights, no correction",
         log_probability,
         "the samples are those of another policy",
         correction=False,
