@@ -13,6 +13,7 @@ from typing import Any
 from .algorithms.advantages import check_estimator, takes_keyword
 from .algorithms.losses import LossConfig
 from .algorithms.pass_at_k import logged_k
+from .algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
 from .batching.sizes import require_whole
 from .errors import ConfigError, refuse_combination
 
@@ -78,6 +79,8 @@ def check_algorithm(settings: Mapping[str, Any]) -> None:
     level, aggregation = settings["importance_sampling_level"], settings["loss_aggregation"]
     region = {name: settings[name] for name in ("trust_region", "trust_region_threshold", "delta")}
     loss = LossConfig(settings["loss_type"], level, aggregation=aggregation, **region)
+    if loss.loss_type in POLICY_LOSSES:
+        check_policy_loss(loss.loss_type)
     longest = settings["max_completion_length"]
     if loss.weighting == "sequence_sum_norm" and not longest:
         setting = "loss_type" if aggregation is None else "loss_aggregation"

@@ -220,8 +220,7 @@ def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: tor
     """The loss of each token by its type, before masks, corrections and the KL term."""
     logps, advantages = batch.logps_BT, batch.advantages
     if cfg.loss_type in POLICY_LOSSES:
-        own = POLICY_LOSSES[cfg.loss_type][0]
-        return TokenLoss(registered_loss(cfg.loss_type, own, logps, old, advantages, batch.mask_BT), ratio)
+        return TokenLoss(registered_loss(cfg.loss_type, logps, old, advantages, batch.mask_BT), ratio)
     if cfg.loss_type == "cispo":
         return TokenLoss(-ratio.clamp(max=cfg.epsilon_high).detach() * advantages * logps, ratio)
     if cfg.loss_type == "sapo":

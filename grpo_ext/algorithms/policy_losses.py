@@ -24,14 +24,13 @@ def register_policy_loss(name: str, zero_at_zero_advantage: bool = False) -> Cal
     The function gets log-probabilities with the gradient, (B, T), those of the old policy, (B, T), advantages, (B, 1)
     or with a teacher (B, T), and the mask, (B, T), 1 on tokens that carry loss; it returns a loss per token, (B, T).
     Weights, masks, corrections and the KL term come on top. Completions with advantage zero are run, unless
-    `zero_at_zero_advantage` says that they add nothing. It is called on completions made up for it; a ConfigError if it
-    depends on the split or fails there, or if a loss of this package has the name.
+    `zero_at_zero_advantage` says that they add nothing. A ConfigError if a loss of this package has the name. A
+    configuration refuses a function that depends on the split.
     """
     if not isinstance(name, str) or name in LOSS_TYPES:
         raise ConfigError(f"policy loss {name!r} comes with grpo_ext, or is no name; choose another name.")
 
     def register(function: PolicyLoss) -> PolicyLoss:
-        check_policy_loss(name, function, zero_at_zero_advantage)
         POLICY_LOSSES[name] = (function, zero_at_zero_advantage)  # a cell of a notebook may run again
         return function
 
@@ -51,9 +50,9 @@ def adds_at_zero_advantage(loss_type: str) -> bool:
     return loss_type == "vespo" or (loss_type in POLICY_LOSSES and not POLICY_LOSSES[loss_type][1])
 
 
-def registered_loss(name: str, function: PolicyLoss, logps: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """The losses of a function, (B, T); it gets copies of the `others`, and may write to them."""
-    loss = function(logps, *(other.clone() for other in others))
+def registered_loss(name: str, logps: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The losses of a registered function, (B, T); it gets copies of the `others`, and may write to them."""
+    loss = POLICY_LOSSES[name][0](logps, *(other.clone() for other in others))
     shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
     if shape != tuple(logps.shape):
         raise ConfigError(
@@ -63,8 +62,8 @@ def registered_loss(name: str, function: PolicyLoss, logps: torch.Tensor, *other
     return loss
 
 
-def check_policy_loss(name: str, function: PolicyLoss, zero_at_zero: bool, per_token: bool = False) -> None:
-    """Call a loss on four completions, and on each alone; a ConfigError where it breaks a rule.
+def check_policy_loss(name: str, per_token: bool = False) -> None:
+    """Call a registered loss on four completions, and on each alone; a ConfigError where it breaks a rule.
 
     The last one carries no loss, as one that is masked out. `per_token`: advantages are (B, T), as with a teacher.
     """
@@ -78,7 +77,7 @@ def check_policy_loss(name: str, function: PolicyLoss, zero_at_zero: bool, per_t
         logps, old, mask = (part_BT[rows, : max(lengths[rows])] for part_BT in (logps_BT, old_BT, mask_BT))
         logps, weights = logps.clone().requires_grad_(), old if per_token else 1.0
         try:
-            loss = registered_loss(name, function, logps, old, torch.tensor(advantages)[rows, None] * weights, mask)
+            loss = registered_loss(name, logps, old, torch.tensor(advantages)[rows, None] * weights, mask)
             gradient = torch.autograd.grad((loss * mask).sum(), logps)[0]
         except ConfigError:
             raise
@@ -103,7 +102,7 @@ def check_policy_loss(name: str, function: PolicyLoss, zero_at_zero: bool, per_t
                 f"and {among[0].tolist()} beside others (or their gradients differ). Compute each token from its own "
                 "row, and leave means to loss_aggregation."
             )
-    if zero_at_zero and bool(terms(slice(0, 4), (0.0,) * 4).any()):
+    if POLICY_LOSSES[name][1] and bool(terms(slice(0, 4), (0.0,) * 4).any()):
         raise ConfigError(
             f"policy loss {name!r} was registered with zero_at_zero_advantage=True, but completions with advantage "
             "zero add to it; leave that out, so that they run."

@@ -55,7 +55,7 @@ def check_teacher(
     }
     refuse_combination("a teacher", others, "Leave one of the two out.")
     if config.loss_type in POLICY_LOSSES:
-        check_policy_loss(config.loss_type, *POLICY_LOSSES[config.loss_type], per_token=True)
+        check_policy_loss(config.loss_type, per_token=True)
     if teacher is not None and config.rollout_lag:
         refuse_replaced_forward(teacher, by_user=True)
     _check_tokens(name or str(teacher.config._name_or_path), config, load, processing_class)

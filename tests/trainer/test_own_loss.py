@@ -58,6 +58,12 @@ def test_completions_with_advantage_zero_run_where_they_add_to_the_loss(tmp_path
     assert not torch.equal(ran, parameters(trainer))
 
 
+def test_it_is_checked_when_the_configuration_is_made(tmp_path, register):
+    register(lambda logps, old, advantages, mask: -advantages * logps / mask.sum(), True)
+    with pytest.raises(ConfigError, match="'mine' depends on the split"):
+        GRPOConfig(**config_kwargs(tmp_path, loss_type="mine"))
+
+
 def test_what_computes_ratios_itself_takes_no_setting_of_ratios(tmp_path, register):
     register(topr_near, False)
     for theirs in ({"importance_sampling_level": "sequence"}, {"delta": 2.0}):

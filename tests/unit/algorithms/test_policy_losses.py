@@ -30,6 +30,7 @@ def row_mean(logps_BT, old_BT, advantages_B1, mask_BT):
 @pytest.mark.parametrize("function", [reinforce, row_mean])
 def test_a_loss_of_rows_is_taken(function):
     register_policy_loss("mine", zero_at_zero_advantage=True)(function)
+    check_policy_loss("mine")
     assert not adds_at_zero_advantage("mine")
 
 
@@ -45,8 +46,9 @@ DEPENDS = {
 
 @pytest.mark.parametrize("name", DEPENDS)
 def test_a_loss_that_depends_on_the_split_is_refused(name):
+    register_policy_loss("mine")(DEPENDS[name])
     with pytest.raises(ConfigError, match=r"'mine' depends on the split: the losses of a completion are \[.*row"):
-        register_policy_loss("mine")(DEPENDS[name])
+        check_policy_loss("mine")
 
 
 def test_with_a_teacher_advantages_have_padding_too():
@@ -54,8 +56,9 @@ def test_with_a_teacher_advantages_have_padding_too():
         return -(advantages - advantages.mean(1, keepdim=True)) * logps_BT
 
     register_policy_loss("mine")(balanced)
+    check_policy_loss("mine")
     with pytest.raises(ConfigError, match="depends on the split"):
-        check_policy_loss("mine", balanced, False, per_token=True)
+        check_policy_loss("mine", per_token=True)
 
 
 def test_a_loss_may_write_to_what_it_is_given():
@@ -90,8 +93,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("words", BROKEN)
 def test_a_loss_that_is_not_one_per_token_is_refused(words):
+    register_policy_loss("mine")(BROKEN[words])
     with pytest.raises(ConfigError) as refused:
-        register_policy_loss("mine")(BROKEN[words])
+        check_policy_loss("mine")
     assert words in str(refused.value)
 
 
@@ -100,9 +104,11 @@ def test_a_loss_that_adds_at_advantage_zero_must_not_say_otherwise():
         return -advantages_B1 * logps_BT + (logps_BT - old_BT) ** 2
 
     register_policy_loss("near")(near)
+    check_policy_loss("near")
     assert adds_at_zero_advantage("near")
+    register_policy_loss("near", zero_at_zero_advantage=True)(near)
     with pytest.raises(ConfigError, match="advantage zero add to it; leave that out"):
-        register_policy_loss("near", zero_at_zero_advantage=True)(near)
+        check_policy_loss("near")
 
 
 def test_names_that_are_taken_or_unknown_are_refused():
