@@ -10,7 +10,7 @@ from pathlib import Path
 
 FILE, FUNCTION = 400, 50
 LARGER = {"trainer.py": 450}  # the override points
-WHOLE = {"grpo_ext": ("*.py", 21_680), "tests": ("*.py", 28_150), "docs": ("*.md", 2_360)}
+WHOLE = {"grpo_ext": ("*.py", 21_680), "tests": ("*.py", 28_160), "docs": ("*.md", 2_360)}
 
 
 def too_large_files(package: Path) -> Iterator[str]:
