@@ -52,7 +52,6 @@ OVERRIDES = (
     *("_save_checkpoint", "_get_output_dir", "create_model_card"),
 )
 
-
 # the argument of models and of `generate` that takes a cache: "cache" since transformers 5.24
 _PREPARED: Any = transformers.GenerationMixin.prepare_inputs_for_generation
 CACHE = "cache" if "cache" in inspect.signature(_PREPARED).parameters else "past_key_values"

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,3 +43,11 @@ def load_named(name: str, setting: str, kind: Any) -> Any:
             f"{setting}: {source} defines no {kind.__name__} {attribute}; it defines {', '.join(names) or 'none'}."
         )
     return value
+
+
+def require_registered(name: Any, setting: str, register: Callable[[str], Any], known: Callable[[], list[str]]) -> None:
+    """Register `path/to/file.py:function` under that name; raise a ConfigError for any other name that is not known."""
+    if name not in known() and ".py:" in str(name):
+        register(name)(load_named(name, f"{setting}={name!r}", Callable))
+    if name not in (names := known()):
+        raise ConfigError(f"{setting}={name!r} is unknown; use one of {', '.join(names)}, or path/to/file.py:function.")

@@ -161,8 +161,8 @@ class TrainerView:
 
     @property
     def teacher_model(self) -> Any:
-        # without a teacher there is no coefficient, and a subclass may have an attribute of this name
-        return None if self.args.teacher_kl_coef is None else getattr(self._trainer, "teacher_model")  # noqa: B009
+        loop: Any = self._trainer  # without a coefficient the attribute belongs to a subclass
+        return None if self.args.teacher_kl_coef is None else loop.teacher_model
 
     @property
     def policy(self) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..loading import load_named
+from ..loading import require_registered
 from .pass_at_k import are_pass_or_fail, pass_at_k, passes
 
 THRESHOLD = "eval_pass_threshold"  # the setting, and a keyword of estimators
@@ -149,12 +149,8 @@ def takes_keyword(estimator: str, keyword: str) -> bool:
 
 
 def check_estimator(name: str) -> None:
-    """Register `path/to/file.py:function`; raise a ConfigError for any other name that is not registered."""
-    if name not in ESTIMATORS and ".py:" in name:
-        register_advantage_estimator(name)(load_named(name, f"advantage_estimator={name!r}", Callable))
-    if name not in ESTIMATORS:
-        names = ", ".join(sorted(ESTIMATORS))
-        raise ConfigError(f"advantage_estimator={name!r} is unknown; use one of {names}, or path/to/file.py:function.")
+    """Raise a ConfigError for an estimator that neither a registration nor a file has."""
+    require_registered(name, "advantage_estimator", register_advantage_estimator, lambda: sorted(ESTIMATORS))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import ConfigError
-from ..loading import load_named
+from ..loading import require_registered
 
 PPO_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*PPO_CLIPPED, "cispo", "sapo", "vespo")
@@ -28,7 +28,7 @@ def register_policy_loss(name: str, zero_at_zero_advantage: bool = False) -> Cal
     configuration refuses a function that depends on the split.
     """
     if not isinstance(name, str) or name in LOSS_TYPES:
-        raise ConfigError(f"policy loss {name!r} comes with grpo_ext, or is no name; choose another name.")
+        raise ConfigError(f"policy loss {name!r} comes with grpo_ext, or is not a string; choose another name.")
 
     def register(function: PolicyLoss) -> PolicyLoss:
         POLICY_LOSSES[name] = (function, zero_at_zero_advantage)  # a cell of a notebook may run again
@@ -38,11 +38,8 @@ def register_policy_loss(name: str, zero_at_zero_advantage: bool = False) -> Cal
 
 
 def check_loss_type(name: str) -> None:
-    """Register `path/to/file.py:function`; raise a ConfigError for any other name that is not registered."""
-    if name not in POLICY_LOSSES and ".py:" in str(name):
-        register_policy_loss(name)(load_named(name, f"loss_type={name!r}", Callable))
-    if name not in (names := [*LOSS_TYPES, *POLICY_LOSSES]):
-        raise ConfigError(f"loss_type={name!r} is unknown; use one of {', '.join(names)}, or path/to/file.py:function.")
+    """Raise a ConfigError for a loss that neither this package nor a user's registration nor a file has."""
+    require_registered(name, "loss_type", register_policy_loss, lambda: [*LOSS_TYPES, *POLICY_LOSSES])
 
 
 def adds_at_zero_advantage(loss_type: str) -> bool:

@@ -143,7 +143,7 @@ def remarks(view: TrainerView) -> list[str]:
     limits = [n for n in ("trust_region", "sequence_mask_low", "sequence_mask_high") if getattr(args, n) is not None]
     sentences = {
         f"epsilon={args.epsilon:g} does nothing with this trust_region or loss_type, which has its own limit; leave it "
-        "out.": own_limit and args.epsilon != 0.2,
+        "out.": own_limit and args.epsilon != type(args).epsilon,
         f"{', '.join(limits)} leaves nothing out: a rollout batch is trained once, by the policy that sampled it. Set "
         "rollout_lag or num_iterations, or a rollout_batch_size of several steps.": limits and not old,
         f"Several reward functions are named {', '.join(twice)}, so their metrics are merged; rename one.": twice,

@@ -153,6 +153,15 @@ def _sampled(why: str = "", **settings: Any) -> Row:
     return _row(WHOLE, REWARD, scored, why=why, **settings)
 
 
+def _near(model: str) -> tuple[Target, Target]:
+    """The expected reward less a divergence from a fixed model, and what a sum of tokens' divergences follows."""
+    per_token = plus(of.expected_reward, -0.5, of.token_reverse_kl)
+    return (
+        Target(f"expected reward - 0.5 KL(policy, {model})", plus(of.expected_reward, -0.5, of.reverse_kl)),
+        Target("the same with KL per token, prefixes fixed", per_token),
+    )
+
+
 FORWARD = plus(of.expected_reward, -0.5, of.token_forward_kl)
 
 PLANTED = (
@@ -290,10 +299,7 @@ ROWS = (
     Row(
         "`beta=0.5`, a reference that differs",
         KL,
-        (
-            Target("expected reward - 0.5 KL(policy, reference)", plus(of.expected_reward, -0.5, of.reverse_kl)),
-            Target("the same with KL per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_reverse_kl)),
-        ),
+        _near("reference"),
         "ignores a token's effect on the KL of later tokens (2506.09477)",
         where="moved",
     ),
@@ -301,7 +307,7 @@ ROWS = (
         "`beta=0.5, use_bias_correction_kl=False`, a reference that differs",
         {**KL, "use_bias_correction_kl": False},
         (
-            Target("expected reward - 0.5 KL(policy, reference)", plus(of.expected_reward, -0.5, of.reverse_kl)),
+            _near("reference")[0],
             Target("the same with KL(reference, policy) per token, prefixes fixed", FORWARD),
         ),
         "without the ratio the k3 term has the gradient of the other KL (2506.09477)",
@@ -310,10 +316,7 @@ ROWS = (
     Row(
         "`teacher_kl_coef=0.5`, a teacher that differs",
         {"advantage_estimator": "leave_one_out", "teacher_kl_coef": 0.5},
-        (
-            Target("expected reward - 0.5 KL(policy, teacher)", plus(of.expected_reward, -0.5, of.reverse_kl)),
-            Target("the same with KL per token, prefixes fixed", plus(of.expected_reward, -0.5, of.token_reverse_kl)),
-        ),
+        _near("teacher"),
         "ignores a token's effect on the KL of later tokens, as in GKD (2306.13649)",
         where="moved",
     ),

@@ -74,7 +74,7 @@ def test_a_loss_may_write_to_what_it_is_given():
 
 
 def test_a_name_is_needed():
-    with pytest.raises(ConfigError, match=r"policy loss <function reinforce .* or is no name"):
+    with pytest.raises(ConfigError, match=r"policy loss <function reinforce .* or is not a string"):
         register_policy_loss(reinforce)  # a decorator without parentheses
 
 
