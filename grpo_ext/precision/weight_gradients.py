@@ -117,7 +117,7 @@ class _Product(torch.autograd.Function):
                 return of_input, _product(input.mT, grad) if needs[1] else None, None
             rows = grad.reshape(-1, grad.size(-1))
             return (
-                grad @ weight.to(grad.dtype) if needs[0] else None,
+                (rows @ weight.to(grad.dtype)).view(*grad.shape[:-1], weight.size(1)) if needs[0] else None,
                 _product(rows.t(), input.reshape(-1, input.size(-1))) if needs[1] else None,
                 rows.sum(0, dtype=torch.float32) if needs[2] else None,
             )
