@@ -76,16 +76,13 @@ class LossConfig:
                 f"trust_region={kind!r} with trust_region_threshold={threshold!r}: set both or neither; DPPO uses 0.15 "
                 "for 'tv' (a difference of probabilities) and 0.05 for 'kl' (nats)."
             )
-        if self.loss_type in POLICY_LOSSES and (level != "token" or self.delta is not None):
+        own, fits = self.loss_type in POLICY_LOSSES, kind is None or self.loss_type in PPO_CLIPPED
+        if (own or kind) and not (fits and level == "token" and self.delta is None):
+            bound = f"trust_region={kind!r}" if kind else f"loss_type={self.loss_type!r}, a registered loss,"
             raise ConfigError(
-                f"loss_type={self.loss_type!r} is a registered loss, which computes ratios and bounds itself, and this "
-                f"run has importance_sampling_level={level!r}, delta={self.delta}; leave both out."
-            )
-        if kind and (self.loss_type not in PPO_CLIPPED or level != "token" or self.delta is not None):
-            raise ConfigError(
-                f"trust_region={kind!r} replaces the clipped ratio of a token, and this run has loss_type="
-                f"{self.loss_type!r}, importance_sampling_level={level!r}, delta={self.delta}; use one of "
-                f"{', '.join(PPO_CLIPPED)} with 'token' and no delta."
+                f"{bound} computes ratios and bounds itself, and this run has loss_type={self.loss_type!r}, "
+                f"importance_sampling_level={level!r}, delta={self.delta}; use 'token', no delta, and for a trust "
+                f"region one of {', '.join(PPO_CLIPPED)}."
             )
 
 

@@ -213,15 +213,10 @@ def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayou
     pieces = sorted((sorted(piece, key=longest_first) for piece in pieces), key=lambda piece: longest_first(piece[0]))
     if not layout.whole_groups:
         pieces = [[row] for piece in pieces for row in piece]
-    return [sorted(part) for part in _filled(sizes, pieces, layout.max_rows, layout.max_tokens, layout.form)]
+    return [sorted(part) for part in filled(sizes, pieces, layout.max_rows, layout.max_tokens, layout.form)]
 
 
-def cut_in_order(sizes: StepSizes, max_rows: int, max_tokens: int | None, form: Form) -> list[list[int]]:
-    """Consecutive rows within the limits, for passes without gradients."""
-    return _filled(sizes, [[row] for row in range(len(sizes.prompts_B))], max_rows, max_tokens, form)
-
-
-def _filled(
+def filled(
     sizes: StepSizes, pieces: Iterable[list[int]], max_rows: int, max_tokens: int | None, form: Form
 ) -> list[list[int]]:
     """Consecutive pieces within the limits; a piece that exceeds a limit is cut into rows."""

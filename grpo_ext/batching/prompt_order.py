@@ -86,9 +86,7 @@ class ProcessSlices:
         """This process's part of a rollout batch, or of a further round of `num_prompts`; see `stands_in`."""
         num_prompts = len(layout.rollout_prompts) if num_prompts is None else num_prompts
         prompts = process_prompts(num_prompts, self.num_generations, self.chunk_size, self.num_processes, self.rank)
-        stands_in = len(prompts) == 0
-        prompts = range(1) if stands_in else prompts
-        return RolloutRequest(epoch, layout, prompts, stands_in, self.num_generations, first_prompt)
+        return RolloutRequest(epoch, layout, prompts or range(1), not prompts, self.num_generations, first_prompt)
 
     def rows(self, request: RolloutRequest, prompts: Any, numbers: Sequence[int] | None = None) -> StepRows:
         """Rows of a request, a copy for each completion, because rewards and tools may write to it.

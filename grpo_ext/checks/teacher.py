@@ -25,10 +25,7 @@ def no_reward(completions: list[Any], **columns: Any) -> list[float]:
 def check_teacher(
     config: GRPOConfig, policy: Any, teacher: Any, processing_class: Any, reward_funcs: Any, environments: Any
 ) -> Any:
-    """Refuse settings and arguments that do not fit together.
-
-    Returns the reward functions for TRL's constructor, which needs one and writes to a list of them.
-    """
+    """Refuse what does not fit together. Returns the rewards for TRL, which needs one and writes to a list of them."""
     rewarded = reward_funcs or environments
     reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs
     name, load = config.teacher_model, cast(dict[str, Any], config.teacher_model_init_kwargs or {})

@@ -179,7 +179,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     if config.sequence_parallel_size > 1:
         _check_sequence_parallel(view, rollouts, config.sequence_parallel_size)
     built = built_for(view, rollouts.images)
-    rollouts.refuse_changes_by(functools.partial(refuse_changes, view, rollouts.images, built, set()))
+    rollouts.refuse_changes = functools.partial(refuse_changes, view, rollouts.images, built, set())
     return uncovered + check_lengths(view, config.allow_split_dependent)
 
 

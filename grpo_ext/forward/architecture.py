@@ -64,23 +64,13 @@ def experts_per_token(model: Any) -> int:
 
 def attention_sizes(config: Any) -> tuple[int, int]:
     """Heads times head dimension and numbers cached for a token, summed over attention layers; 0 if unknown."""
-    layers = list(_attention_layers(config))
+    layers = list(attention_layers(config))
     return sum(h * both // 2 for h, _, both, _ in layers), sum(keys * both for _, keys, both, _ in layers)
 
 
 def cached_numbers(config: Any, tokens: int) -> int:
     """The numbers in the cache of a sequence; a layer with a window holds at most the window."""
-    return sum(keys * both * min(tokens, window or tokens) for _, keys, both, window in _attention_layers(config))
-
-
-def layer_windows(config: Any) -> set[int | None]:
-    """The sliding windows of the attention layers, in tokens; None for a layer without one."""
-    return {window for *_, window in _attention_layers(config)}
-
-
-def head_counts(config: Any) -> list[int]:
-    """The query heads of each attention layer."""
-    return [heads for heads, *_ in _attention_layers(config)]
+    return sum(keys * both * min(tokens, window or tokens) for _, keys, both, window in attention_layers(config))
 
 
 def shared_key_heads(heads: int, keys: int, size: int, half: bool) -> int:
@@ -94,12 +84,12 @@ def shared_key_heads(heads: int, keys: int, size: int, half: bool) -> int:
 
 def exchanged_numbers(config: Any, size: int, half: bool) -> int:
     """Query, key, value and output of a token in the largest layer, as `size` processes exchange them in a pass."""
-    layers = _attention_layers(config)
+    layers = attention_layers(config)
     sent = ((heads + shared_key_heads(heads, keys, size, half)) * both for heads, keys, both, _ in layers)
     return max(sent, default=0)
 
 
-def _attention_layers(config: Any) -> Iterator[tuple[int, int, int, int | None]]:
+def attention_layers(config: Any) -> Iterator[tuple[int, int, int, int | None]]:
     """Yields of each attention layer: heads, heads of keys, numbers of a key and a value together, window in tokens."""
     kinds, text = layer_kinds(config), config.get_text_config()
     alike = [text] * (_number(text, "num_hidden_layers") or 0)

@@ -20,7 +20,7 @@ from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
 from ..runtime.attributes import assigned
 from ..runtime.transfer import to_device
-from .architecture import layer_windows
+from .architecture import attention_layers
 from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
 from .token_slice import LocalHeads, States, to_heads, to_tokens
 
@@ -75,7 +75,7 @@ def _effective_window(layout: PackLayout, window: int | None) -> int | None:
 
 def joint_parts_by_window(layout: PackLayout, config: Any) -> dict[int | None, list[Part]]:
     """The kernel calls for a whole pack, by the windows of a model's layers; made before, to be copied with it."""
-    windows = {_effective_window(layout, window) for window in layer_windows(config)}
+    windows = {_effective_window(layout, window) for *_, window in attention_layers(config)}
     return {window: joint_parts(layout, window) for window in windows}
 
 

@@ -229,7 +229,7 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
 def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
     ids, mask, width = rows.padded(multiple)
     images = rows.image_inputs(range(len(rows)), ids)
-    attended = rows.attention_mask(mask)
+    attended = mask if rows.attended_N is None else mask.masked_scatter(mask.bool(), rows.attended_N.to(mask.dtype))
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attended, **images}
     if (positions := positions_of(policy, ids, mask, images)) is not None:
         inputs["position_ids"] = positions

@@ -62,9 +62,8 @@ class TokenRows:
                 [known.new_full((len(p.ids_N), width), LIVE) if p.experts_NC is None else p.experts_NC for p in parts]
             )
         ids_N = torch.cat([part.ids_N for part in parts])
-        prompts_B, completions_B = (
-            [n for p in parts for n in getattr(p, f"{name}_B")] for name in ("prompts", "completions")
-        )
+        prompts_B = [n for part in parts for n in part.prompts_B]
+        completions_B = [n for part in parts for n in part.completions_B]
         lengths_B = [n for part in parts for n in part.group_lengths_B or [(n,) for n in part.completions_B]]
         return cls(ids_N, prompts_B, completions_B, same, None, None, kept_B, experts_NC, lengths_B)
 
@@ -127,12 +126,6 @@ class TokenRows:
         mask = (column_L >= begins) & (column_L < ends)
         ids = self.ids_N.new_zeros(mask.shape).masked_scatter(mask, self.ids_N)
         return ids, mask.long(), width
-
-    def attention_mask(self, tokens_BL: torch.Tensor) -> torch.Tensor:
-        """1 on the tokens of a padded batch that attention sees; `tokens_BL` is that of `padded`."""
-        if self.attended_N is None:
-            return tokens_BL
-        return torch.zeros_like(tokens_BL).masked_scatter(tokens_BL.bool(), self.attended_N.to(tokens_BL.dtype))
 
 
 def in_columns(values_S: torch.Tensor, places_2S: torch.Tensor, rows: int, width: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from ..batching.micro_batches import Form, StepSizes, canonical_units, cut_in_order
+from ..batching.micro_batches import Form, StepSizes, canonical_units, filled
 from ..batching.sizes import group_numbers
 from ..compat import images_among
 from ..config import GRPOConfig, forms_of
@@ -159,7 +159,7 @@ class ForwardRunner:
         form = self.choice.form(model) if rows.attended_N is None else "padded"
         groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
         sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple)
-        return cut_in_order(sizes, batch_size or len(rows), max_tokens, form)
+        return filled(sizes, [[row] for row in range(len(rows))], batch_size or len(rows), max_tokens, form)
 
     def _run_chunks(self, model: Any, rows: TokenRows, limits: ForwardLimits, **options: Any) -> list[LogProbs]:
         """Run a rollout in chunks that fit into memory, in bitwise mode in canonical units."""

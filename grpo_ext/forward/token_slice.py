@@ -15,7 +15,7 @@ from torch import nn
 from ..batching.micro_batches import Form
 from ..errors import ModelError
 from ..runtime.sequence_group import SequenceGroup
-from .architecture import head_counts, shared_key_heads
+from .architecture import attention_layers, shared_key_heads
 
 States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # query, key and value
 
@@ -80,7 +80,7 @@ class LocalHeads:
 
 def refuse_heads(config: Any, size: int, processes: int) -> None:
     """Raise a ModelError where the attention heads of a model cannot be shared by `size` processes."""
-    heads = head_counts(config)
+    heads = [number for number, *_ in attention_layers(config)]
     fit = [n for n in range(1, processes + 1) if math.gcd(*heads) % n == 0 and processes % n == 0]
     if size not in fit:
         raise ModelError(

@@ -51,8 +51,6 @@ def as_in_training(model: nn.Module, accelerator: Any) -> Iterator[None]:
     if not half or quantised or shards_parameters(accelerator):
         yield
         return
-    # without autocast's cache, which outlives this block inside a user's autocast
-    with ExitStack() as stack:
-        stack.enter_context(accelerator.autocast(AutocastKwargs(cache_enabled=False)))
-        stack.enter_context(half_weights(model, torch.get_autocast_dtype(accelerator.device.type)))
+    uncached = AutocastKwargs(cache_enabled=False)  # the cache would outlive this block inside a user's autocast
+    with accelerator.autocast(uncached), half_weights(model, torch.get_autocast_dtype(accelerator.device.type)):
         yield

@@ -78,7 +78,7 @@ class Rollouts:
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
     threads: int | None = field(default=None, init=False)  # CPU threads of sampling ahead; None: as many as torch has
     steps: Any = field(default=None, init=False)  # the training loader's data set of steps
-    _refuse_changes: Callable[[], None] = field(default=lambda: None, init=False)  # see `refuse_changes_by`
+    refuse_changes: Callable[[], None] = field(default=lambda: None, init=False)  # raises for what cannot be followed
     _has_made_one: bool = field(default=False, init=False)  # a rollout batch, of training or of an evaluation
 
     @property
@@ -119,15 +119,11 @@ class Rollouts:
             self.ahead.close()
             self.ahead = None
 
-    def refuse_changes_by(self, check: Callable[[], None]) -> None:
-        """Call `check` before settings are read: it raises for changes that cannot be followed."""
-        self._refuse_changes = check
-
     def settings_now(self) -> RolloutSettings:
         """The settings of a rollout batch that begins now; a ConfigError for a change that cannot be followed."""
         if not self._has_made_one and self.ahead is None:
             self.images.prepare_by(self.view.processing_class, template_of(self.view))
-        self._refuse_changes()
+        self.refuse_changes()
         return read_settings(self.view, self.worker, self.check, self.limits.tokens)
 
     def send_weights(self) -> None:

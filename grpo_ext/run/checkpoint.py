@@ -126,16 +126,14 @@ def why_broken(folder: str | Path) -> str | None:
             return f"{root} has lost its {LISTING}"
         written = (root / TRAINER_STATE_NAME).is_file()  # transformers writes it last
         return None if written else f"{root} has neither {LISTING} nor {TRAINER_STATE_NAME}"
-    for name, expected in listing["files"].items():
-        path = root / name
+    files = {root / name: expected for name, expected in listing["files"].items()}
+    for path, expected in files.items():
         if not path.is_file():
             return f"{path} is missing"
-        size = path.stat().st_size
-        if size != expected["size"]:
+        if (size := path.stat().st_size) != expected["size"]:
             return f"{path} has {size} bytes instead of {expected['size']}"
-    paths = [root / name for name in listing["files"]]
-    for path, digest, expected in zip(paths, _hashes(paths), listing["files"].values(), strict=True):
-        if digest != expected["sha256"]:
+    for path, digest in zip(files, _hashes([*files]), strict=True):
+        if digest != files[path]["sha256"]:
             return f"{path} has changed since it was written (SHA-256 differs)"
     return None
 

@@ -83,10 +83,8 @@ class InterruptWatch(TrainerCallback):
         """Only the main thread of a program can listen to signals."""
         self.requested = self.stopping = self.evaluation_due = False
         self._process = os.getpid()
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
         try:
             yield
         finally:

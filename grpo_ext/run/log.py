@@ -93,10 +93,7 @@ class RunLog:
         self._start = 0.0
 
     def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
-        """Start the log of a training call.
-
-        A start at step 0 supersedes all lines before it.
-        """
+        """Start the log of a training call. A start at step 0 supersedes all lines before it."""
         self._start = time.perf_counter()
         self._file.begin(folder, checkpoint)
         start = {"started": _now(), "resumed_from": checkpoint, "versions": versions(), **about}

@@ -22,15 +22,14 @@ from accelerate.utils import DistributedType, broadcast, broadcast_object_list, 
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
-from .. import errors
-from ..errors import ConfigError, GrpoExtError, ProcessError, RolloutError, quiet
+from ..errors import ConfigError, GrpoExtError, MemoryShortageError, PrecisionError, ProcessError, RolloutError, quiet
 from .attributes import assigned
 from .out_of_memory import StepOutOfMemory, is_out_of_memory
 
 _MAGIC = 0x67727065  # a header begins with it
 _REMEDY = "Collectives in your code have to run equally often on every process; see docs/overrides.md."
 # errors that are raised as what they are on the other processes too
-_KEPT = (errors.RolloutError, errors.PrecisionError, errors.MemoryShortageError, StepOutOfMemory)
+_KEPT = (RolloutError, PrecisionError, MemoryShortageError, StepOutOfMemory)
 _BUCKET_BYTES = 64 * 2**20  # of one collective: large enough to be fast, small beside the gradient
 _PULSE = 0.5  # seconds in which processes ask each other whether they are done
 _local: ContextVar[bool] = ContextVar("local", default=False)
@@ -255,19 +254,12 @@ class UsersAccelerator(Accelerator):
 
 @contextmanager
 def uneven_collectives(
-    accelerator: Accelerator,
-    empty: Callable[[], bool] = lambda: False,
-    refused_in: str | None = None,
-    others_refused: str | None = None,
+    accelerator: Accelerator,  # a trainer's, which is a `UsersAccelerator`
+    empty: Callable[[], bool] = lambda: False,  # whether this process takes part now but adds nothing of its own
+    refused_in: str | None = None,  # the running hook, if processes call it unequally often; it may not exchange data
+    others_refused: str | None = None,  # why code inside may not run others (a ConfigError), as a clause; None: it may
 ) -> Iterator[None]:
-    """Inside, collectives of `accelerator` accept different numbers of rows from processes, for a user's overrides.
-
-    Args:
-        accelerator: a trainer's, which is a `UsersAccelerator`.
-        empty: whether this process takes part now but adds nothing of its own.
-        refused_in: the hook that runs, where processes call it different numbers of times; it may not exchange data.
-        others_refused: why code inside may not run other collectives (a ConfigError), as a clause; None: it may.
-    """
+    """Inside, collectives of `accelerator` accept different numbers of rows from processes, for a user's overrides."""
     if accelerator.num_processes == 1:
         yield
         return

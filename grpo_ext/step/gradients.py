@@ -89,8 +89,7 @@ class FixedPointGradients(NativeGradients):
         self._sums.clear()
         with ExitStack() as hooks:
             for name, parameter in self.parameters.items():
-                hook = parameter.register_post_accumulate_grad_hook(functools.partial(take, name))
-                hooks.callback(hook.remove)
+                hooks.callback(parameter.register_post_accumulate_grad_hook(functools.partial(take, name)).remove)
             yield
 
     def _sum_of(self, name: str) -> FixedPointSum:

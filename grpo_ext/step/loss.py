@@ -50,7 +50,6 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
     logps, entropies, router, routing = scores
     mask, threshold, metrics = loss_mask(columns), step.entropy_threshold, step.metrics
     keep = None if threshold is None else ((entropies >= threshold) & mask.bool()).float()
-    bonus_mask = active_tokens(mask, entropies, threshold)
     batch = TokenBatch(
         logps_BT=logps,
         mask_BT=mask,
@@ -67,7 +66,10 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
         step.record(cfg, micro_batch, batch, tokens, entropy=entropies, share=tokens.loss_BT * weights_BT)
     if cfg.entropy_coefficient is not None:
         metrics.add_total("policy_loss", loss, weight)
-        loss = loss - _entropy_bonus(cfg.entropy_coefficient, entropies, bonus_mask, micro_batch)
+        active = active_tokens(mask, entropies, threshold)
+        bonus = (entropies * active).sum()
+        metrics.add("bonus_entropy", bonus, active.sum(), weight)
+        loss = loss - cfg.entropy_coefficient * bonus / max(step.counts.entropy_tokens, 1)
     if cfg.router_coefficient is not None:
         loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, micro_batch)
     metrics.add_tokens("entropy", entropies, mask, weight)
@@ -114,14 +116,6 @@ def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, micro_batch: Loss
     unmasked = torch.where(mask_BT.bool(), ratio_BT, torch.nan)
     metrics.add_extreme("sampling/ratio_min", unmasked, weight, lowest=True)
     metrics.add_extreme("sampling/ratio_max", unmasked, weight)
-
-
-def _entropy_bonus(
-    coefficient: float, entropies_BT: torch.Tensor, mask_BT: torch.Tensor, micro_batch: LossInputs
-) -> torch.Tensor:
-    bonus = (entropies_BT * mask_BT).sum()
-    micro_batch.step.metrics.add("bonus_entropy", bonus, mask_BT.sum(), micro_batch.part.weight)
-    return coefficient * bonus / max(micro_batch.step.counts.entropy_tokens, 1)
 
 
 def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: LossInputs) -> torch.Tensor:

@@ -27,15 +27,7 @@ from .gradients import FixedPointGradients, NativeGradients
 from .inputs import Collation, LossInputs, collate
 from .record import StepRecord
 from .settings import StepSettings
-from .statistics import (
-    MicroBatchStatistics,
-    StepContext,
-    StepMetrics,
-    StepPlan,
-    count_step,
-    loss_mask,
-    set_statistics,
-)
+from .statistics import MicroBatchStatistics, StepContext, StepMetrics, StepPlan, count_step, loss_mask, set_statistics
 
 logger = get_logger(__name__)
 

@@ -150,9 +150,8 @@ def _kind_in_loss(kind: type) -> type:
         plain.__dict__ = args.__dict__
         return plain.__reduce_ex__(protocol)
 
-    rows = property(lambda args: len(args.micro_batch.groups))
     sizes = {"gradient_accumulation_steps": property(accumulation), "steps_per_generation": property(phases)}
-    sizes["per_device_train_batch_size"] = rows
+    sizes["per_device_train_batch_size"] = property(lambda args: len(args.micro_batch.groups))
     stands_for = {"__class__": property(lambda args: kind), "__reduce_ex__": reduced}  # copies are of the real class
     return type(kind.__name__, (kind,), {**sizes, **stands_for, "__slots__": ("micro_batch", "training")})
 

@@ -110,7 +110,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ("(torch.tensor(list(request.prompts)) +", "(torch.arange(len(request.prompts)) +", f"{KEYED} -k keys")
     ],
     "rollouts/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
-    "run/checkpoint.py": [('if digest != expected["sha256"]:', "if not digest:", f"{CHECKPOINTS} -k whole")],
+    "run/checkpoint.py": [('if digest != files[path]["sha256"]:', "if not digest:", f"{CHECKPOINTS} -k whole")],
     "step/statistics.py": [("if weight and self.counted:\n", "if self.counted:\n", METRICS)],
     "runtime/out_of_memory.py": [
         ("size = self.limit = ceil_div(len(piece), 2)", "size = ceil_div(len(piece), 2)", MEMORY),
