@@ -81,8 +81,8 @@ class LossConfig:
             bound = f"trust_region={kind!r}" if kind else f"loss_type={self.loss_type!r}, a registered loss,"
             raise ConfigError(
                 f"{bound} computes ratios and bounds itself, and this run has loss_type={self.loss_type!r}, "
-                f"importance_sampling_level={level!r}, delta={self.delta}; use 'token', no delta, and for a trust "
-                f"region one of {', '.join(PPO_CLIPPED)}."
+                f"importance_sampling_level={level!r}, delta={self.delta}; use 'token' and no delta, and with a "
+                f"trust region use one of {', '.join(PPO_CLIPPED)}."
             )
 
 
