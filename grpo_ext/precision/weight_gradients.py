@@ -116,6 +116,7 @@ class _Product(torch.autograd.Function):
                 of_input = torch.bmm(grad, weight.mT.to(grad.dtype)) if needs[0] else None
                 return of_input, _product(input.mT, grad) if needs[1] else None, None
             rows = grad.reshape(-1, grad.size(-1))
+            # matrices, as autograd multiplies: a gradient of another layout times a weight is a batch, with other bits
             return (
                 (rows @ weight.to(grad.dtype)).view(*grad.shape[:-1], weight.size(1)) if needs[0] else None,
                 _product(rows.t(), input.reshape(-1, input.size(-1))) if needs[1] else None,

@@ -49,7 +49,7 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
         )
     logps, entropies, router, routing = scores
     mask, threshold, metrics = loss_mask(columns), step.entropy_threshold, step.metrics
-    keep = None if threshold is None else ((entropies >= threshold) & mask.bool()).float()
+    active = active_tokens(mask, entropies, threshold)
     batch = TokenBatch(
         logps_BT=logps,
         mask_BT=mask,
@@ -58,7 +58,7 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
         ref_logps_BT=columns.get("ref_per_token_logps"),
         sampling_logps_BT=columns.get("sampling_per_token_logps"),
         sampling_ratio=columns.get("importance_sampling_ratio"),
-        entropy_keep_BT=keep,
+        entropy_keep_BT=None if threshold is None else active.bool().float(),
     )
     tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, step.counts, micro_batch.groups)
     loss = (tokens.loss_BT * weights_BT).sum()
@@ -66,7 +66,6 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
         step.record(cfg, micro_batch, batch, tokens, entropy=entropies, share=tokens.loss_BT * weights_BT)
     if cfg.entropy_coefficient is not None:
         metrics.add_total("policy_loss", loss, weight)
-        active = active_tokens(mask, entropies, threshold)
         bonus = (entropies * active).sum()
         metrics.add("bonus_entropy", bonus, active.sum(), weight)
         loss = loss - cfg.entropy_coefficient * bonus / max(step.counts.entropy_tokens, 1)
