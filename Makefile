@@ -130,7 +130,7 @@ bench: $(READY)  ## the reference shapes against stock TRL, by phase (under 20 m
 estimators: $(READY)  ## what each setting is the gradient of, on a policy that can be enumerated (about 20 minutes)
 	@$(BIN)/python -m tests.estimators $(ARGS)
 
-lint: $(READY)  ## ruff, mypy, and the sizes of files, functions and the package
+lint: $(READY)  ## ruff, mypy, sizes of files and functions, code tokens of the package
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
