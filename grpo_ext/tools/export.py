@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from ..checks.model import find_model
 from ..errors import CheckpointError, ConfigError, GrpoExtError
@@ -26,6 +27,9 @@ from ..run.model_card import base_name, usage
 DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WEIGHTS = "model*.safetensors*"  # one file, or several with their index
+_COMPARED = 64  # tokens
+_ROUNDING = 1e-4  # relative; float32 leaves 1e-6 to 1e-5
+_LOWEST = -1e4  # a head that bans a token gives it less
 # files that are copied with the weights, by the start of their names
 _BESIDE = (
     *("generation_config", "preprocessor_config", "processor_config", "chat_template", "tokenizer"),
@@ -165,12 +169,42 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
 
     model = _load_base(base)
     stored = str(model.dtype).removeprefix("torch.")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     # in float32: half precision would round small updates away
     with_adapter = PeftModel.from_pretrained(model.float(), str(alone))
     names, all_names = (get_peft_model_state_dict(with_adapter, save_embedding_layers=b).keys() for b in (False, True))
     _check_names(names - tensors.keys(), tensors.keys() - all_names)
-    with_adapter.merge_and_unload().to(getattr(torch, dtype or stored)).save_pretrained(folder)
+    logits = _logits(with_adapter)
+    adapted = (model.get_output_embeddings(), model.get_input_embeddings()) != (head, embedding)
+    if adapted and head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone())  # PEFT would merge what one of them learned into both
+    merged = with_adapter.merge_and_unload()
+    _check_logits(_logits(merged), logits)
+    merged.to(getattr(torch, dtype or stored)).save_pretrained(folder)
+    written = type(merged).from_pretrained(folder, dtype="auto").state_dict()
+    for name, weight in merged.state_dict().items():
+        if not torch.equal(weight, written[name].to(weight.dtype)):
+            raise CheckpointError(
+                f"{type(merged).__name__} does not load {name} as it was merged and written; export only the adapter."
+            )
     return "merged adapter"
+
+
+def _logits(model: Any) -> torch.Tensor:
+    """Logits of a text with tokens from the whole vocabulary."""
+    ids = torch.linspace(0, model.config.get_text_config().vocab_size - 1, _COMPARED).long()
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids[None]).logits
+    return logits.double().clamp(min=_LOWEST)
+
+
+def _check_logits(merged: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (merged - expected).norm() / expected.norm()
+    if not error <= _ROUNDING:
+        raise CheckpointError(
+            f"logits of the merged model differ from those of the base with its adapter by {error:.1e} of their norm "
+            f"(rounding is up to {_ROUNDING:.0e}): PEFT cannot merge this adapter; export only the adapter."
+        )
 
 
 def _adapter_tensors(source: Path, joined: Path) -> dict[str, torch.Tensor]:

@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    LlamaForCausalLM,
+)
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run.checkpoint import write_listing
 from grpo_ext.tools.export import export
+from tests.support.architectures import architecture
 from tests.support.images import image, image_model, image_processor, image_rows, picture_reward
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, other
@@ -160,3 +167,93 @@ def test_an_adapter_alone_and_merged_in_float32_into_a_base_in_half_precision(tm
     assert len(moved) == 4  # q and v of two layers
     export(checkpoint, tmp_path / "stored", merge_adapter=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "stored", dtype="auto").dtype == torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory) -> Path:
+    tiny_model("llama").save_pretrained(folder := tmp_path_factory.mktemp("tied") / "base")
+    return folder
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 40)[None]).logits
+
+
+def adapted(base: Path, folder: Path, **adapter: Any) -> torch.Tensor:
+    """Save a checkpoint with an adapter whose weights are random; returns the logits with it."""
+    torch.manual_seed(0)
+    options = {"task_type": "CAUSAL_LM", "init_lora_weights": False, "target_modules": ["q_proj"], **adapter}
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(**options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    write_listing(folder, {"step": 1})
+    return logits(model)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Input and output embeddings")
+@pytest.mark.parametrize(
+    ("adapter", "stays_tied"),
+    [
+        ({}, True),
+        ({"target_modules": ["embed_tokens"]}, False),
+        ({"target_modules": ["lm_head"]}, False),
+        ({"target_modules": ["embed_tokens", "lm_head", "q_proj"]}, False),
+        ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, False),
+        ({"target_modules": [], "target_parameters": ["embed_tokens.weight"]}, False),
+        ({"target_modules": [], "target_parameters": ["lm_head.weight"]}, False),
+        ({"modules_to_save": ["embed_tokens"]}, False),
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+        ({"trainable_token_indices": [3, 4, 7]}, False),
+    ],
+    ids=str,
+)
+def test_an_adapter_of_tied_weights_is_merged_into_a_copy(tied, tmp_path, adapter, stays_tied):
+    expected = adapted(tied, tmp_path / "adapter", **adapter)
+    export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, base=str(tied))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.allclose(logits(merged), expected, rtol=1e-4, atol=1e-4)
+    assert (
+        merged.config.tie_word_embeddings is (merged.lm_head.weight is merged.model.embed_tokens.weight) is stays_tied
+    )
+    assert not torch.allclose(expected, logits(AutoModelForCausalLM.from_pretrained(tied)), atol=1.0)
+
+
+def test_a_trained_adapter_of_a_tied_embedding_is_merged_and_rounded_to_half_precision(tied, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tied)
+    adapter = LoraConfig(**{**LORA, "target_modules": ["embed_tokens", "q_proj"]})
+    trainer = other(tmp_path / "run", model=model, peft_config=adapter, learning_rate=0.05)
+    trainer.train()
+    expected = logits(trainer.model)
+    export(tmp_path / "run" / "checkpoint-3", tmp_path / "out", merge_adapter=True, dtype="bfloat16")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
+    assert (logits(merged.float()) - expected).norm() / expected.norm() < 0.01  # bfloat16's unit is 0.004
+    assert (logits(AutoModelForCausalLM.from_pretrained(tied)) - expected).norm() / expected.norm() > 0.05
+
+
+def test_a_merge_that_changes_the_model_is_refused(tmp_path):
+    # Jamba's forward takes the bias of this layer away while it calls it, and PEFT's layer does not hand it on
+    architecture("jamba").save_pretrained(tmp_path / "base")
+    adapted(tmp_path / "base", tmp_path / "adapter", target_modules=["dt_proj"])
+    with pytest.raises(CheckpointError, match=r"logits of the merged model differ .* by [0-9.]+e-0[12] of their norm"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, base=str(tmp_path / "base"))
+    assert nothing_left(tmp_path)
+    adapted(tmp_path / "base", tmp_path / "other", target_modules=["in_proj", "out_proj"])
+    assert export(tmp_path / "other", tmp_path / "out", merge_adapter=True, base=str(tmp_path / "base"))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Input and output embeddings")
+def test_a_class_that_ties_whatever_its_configuration_says_is_refused(tied, tmp_path, monkeypatch):
+    adapted(tied, tmp_path / "adapter", target_modules=["embed_tokens"])
+
+    def tie(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+    monkeypatch.setattr(LlamaForCausalLM, "tie_weights", tie)
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM does not load \S+ as it was merged"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, base=str(tied))
+    assert nothing_left(tmp_path)
