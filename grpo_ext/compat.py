@@ -17,6 +17,7 @@ from typing import Any, get_args
 import torch
 import transformers
 import trl
+from accelerate.logging import get_logger
 
 from .errors import ConfigError, ContractError, shortened
 
@@ -39,6 +40,8 @@ except (ImportError, RuntimeError) as error:  # TRL's lazy modules raise Runtime
     raise ContractError(
         f"grpo_ext does not fit the installed trl {trl.__version__}: {error}. TRL 1.15 and 1.16 are tested and work."
     ) from error
+
+logger = get_logger(__name__)
 
 # methods of `trl.GRPOTrainer`, inherited ones included, that the trainer overrides
 OVERRIDES = (
@@ -108,8 +111,16 @@ def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
 def parse_response(
     tokenizer: Any, ids: list[int], prefix: list[int], tools: Sequence[Callable[..., Any]]
 ) -> dict[str, Any]:
+    """The message in a completion; its text, without tool calls, where the tokenizer's parser fails."""
     known: dict[str, Any] = {"tools": tools} if _PARSES_BY_TOOLS else {}
-    return _parse_response(tokenizer, ids, prefix=prefix, **known)
+    try:
+        return _parse_response(tokenizer, ids, prefix=prefix, **known)
+    except Exception as error:  # TRL handles ValueError and TypeError alone
+        logger.warning_once(
+            f"the tokenizer's parser of responses raises {type(error).__name__}: such completions are texts that call "
+            "no tool. Logged once for each kind of error."
+        )
+        return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
 @contextmanager

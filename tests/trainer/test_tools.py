@@ -1,8 +1,10 @@
 """Tools and environments that hang or do not fit: the run goes on without them, or is refused before it begins."""
 
 import contextlib
+import json
 import logging
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +84,36 @@ def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, mon
     refused = pytest.raises(ConfigError, match="tools or an environment on 2 processes: vLLM cuts")
     with refused if engines == 2 else contextlib.nullcontext():
         trainer_with(tmp_path, tools=[count], **settings)
+
+
+def test_whatever_a_parser_raises_the_completion_is_a_text(tmp_path, caplog):
+    tokenizer = sampled(lambda ids: ["count"])
+    calls, numbers = tokenizer.parse_response, iter(range(10**6))
+
+    def parse_response(ids: list[int], **options: Any) -> Any:
+        match next(numbers) % 4:
+            case 0:
+                return calls(ids, **options)
+            case 1:
+                return json.loads("[" * 10**5)  # too deep for Python's stack
+            case 2:
+                return {"tool_calls": {}["name"]}
+            case 3:
+                return ["a list is not a message"]
+
+    tokenizer.parse_response = parse_response
+    shown = []
+
+    def reward(completions, **kwargs):
+        shown.extend(completions)
+        return [0.0] * len(completions)
+
+    limits = {"max_tool_calling_iterations": 1, "rollout_chunk_size": 8}
+    with caplog.at_level(logging.WARNING):
+        trainer_with(tmp_path, tools=[count], processing_class=tokenizer, reward=reward, **limits).train()
+    first, texts = shown[0], shown[1:4]  # the other texts call nothing
+    assert [message["role"] for message in first[:2]] == ["assistant", "tool"]
+    assert [[message["role"] for message in text] for text in texts] == [["assistant"]] * 3
+    assert all(text[0]["content"] for text in texts)
+    for kind in ("RecursionError", "KeyError", "AttributeError"):
+        assert caplog.text.count(f"parser of responses raises {kind}") == 1
