@@ -24,6 +24,7 @@ _TIFF_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16", "I", "F")  # 
 
 
 Prepared = dict[str, torch.Tensor]  # by the names of the model's arguments; empty without images
+_TOKENS = "image_tokens"  # not an argument: how many tokens stand for the images
 
 
 def images_of(row: dict[str, Any]) -> list[Any]:
@@ -47,7 +48,8 @@ def images_in(prompt: Any) -> list[Any]:
 
 class PromptProcessor:
     def __init__(self, processor: Any, template: dict[str, Any], image_token: int | None) -> None:
-        self.processor, self.template, self.image_token = processor, template, image_token
+        self.processor, self.template = processor, template
+        self.image_token = -1 if image_token is None else image_token  # -1: no token
 
     def __call__(self, row: dict[str, Any]) -> Prepared:
         """Prepare the images of a row of the data set; a ModelError where a forward could not pass them on."""
@@ -69,7 +71,13 @@ class PromptProcessor:
                 f"{name} returns {', '.join(different)} other than 1 for the image token ({self.image_token}) and 0 "
                 "for all others, which is how tokens of completions are marked; use a model whose processor does."
             )
-        return tensors
+        tokens = (prepared["input_ids"] == self.image_token).sum()
+        if images_in(messages) and self.image_token >= 0 and not tokens:
+            raise DataError(
+                f"{name} makes 0 image tokens ({self.image_token}) of a prompt with images: the chat template leaves "
+                "them out; set a chat_template that shows them."
+            )
+        return {**tensors, _TOKENS: tokens}
 
     def encoded(self, messages: list[dict[str, Any]]) -> Any:
         """What the processor makes of a prompt."""
@@ -88,8 +96,7 @@ class PromptProcessor:
 
     def types_of(self, ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
         """Types where the model takes them: 1 for an image's token, else 0."""
-        token = -1 if self.image_token is None else self.image_token
-        return dict.fromkeys(self._type_names, (ids_BL == token).long())
+        return dict.fromkeys(self._type_names, (ids_BL == self.image_token).long())
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,11 @@ class RowImages:
     numbers_B: Sequence[int]  # rows with one number have the same images
     images_of: Callable[[int], Sequence[Any]]  # from a number to the images
     processor: PromptProcessor
+    tokens_B: Sequence[int] | None = None  # that stand for images in each row; None: not compared
 
     def of(self, rows: Sequence[int]) -> RowImages:
-        return RowImages([self.numbers_B[row] for row in rows], self.images_of, self.processor)
+        tokens_B = None if self.tokens_B is None else [self.tokens_B[row] for row in rows]
+        return RowImages([self.numbers_B[row] for row in rows], self.images_of, self.processor, tokens_B)
 
     @property
     def same(self) -> list[bool]:
@@ -113,10 +122,22 @@ class RowImages:
     def inputs(self, chosen: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
         """The model's arguments for a batch of the `chosen` rows; without `pixels`, those that say where images are."""
         rows = [self._prepared[self.numbers_B[row]] for row in chosen]
-        names = dict.fromkeys(name for row in rows for name in row if pixels or name != "pixel_values")
+        left_out = {_TOKENS} if pixels else {_TOKENS, "pixel_values"}
+        names = dict.fromkeys(name for row in rows for name in row if name not in left_out)
+        for row, prepared in zip(chosen, rows, strict=True):
+            if self.tokens_B is not None and prepared:
+                self._compare_tokens(self.tokens_B[row], int(prepared[_TOKENS]))
         arguments = {name: joined([row[name] for row in rows if name in row]) for name in names}
         arguments |= self.processor.types_of(ids_BL)
         return {name: value.to(ids_BL.device) for name, value in arguments.items()}
+
+    def _compare_tokens(self, tokens: int, expected: int) -> None:
+        if tokens != expected:
+            raise DataError(
+                f"{type(self.processor.processor).__name__} makes {expected} image tokens of the images of a "
+                f"completion, and its prompt and its tools' answers hold {tokens}: the chat template leaves out images "
+                "in messages of some role, for example of tools; set a chat_template that shows them."
+            )
 
     def as_trl(self, ids_BL: torch.Tensor) -> dict[str, Any]:
         """TRL's layout of a batch, for a user's `_get_per_token_logps_and_entropies`."""

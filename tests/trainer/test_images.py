@@ -18,6 +18,7 @@ from grpo_ext.run.state import load_state
 from tests.support import trainers
 from tests.support.images import (
     FAMILIES,
+    TEMPLATE,
     Gallery,
     OtherGallery,
     calling,
@@ -31,7 +32,7 @@ from tests.support.images import (
 )
 from tests.support.rollouts import share_forwards
 from tests.support.selection import few_of
-from tests.support.tiny import stock_scores
+from tests.support.tiny import stock_scores, tool
 from tests.support.trainers import SAVE, change, error, form_of, log_of, parameters, train_and_keep_first
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -148,6 +149,54 @@ def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, 
     monkeypatch.setattr(checks, "shards_parameters", lambda accelerator: True)
     with pytest.raises(ConfigError, match="tools may show an image to only one; train with DDP"):
         with_tools(tmp_path)
+
+
+def hiding(role: str, family: str) -> Any:
+    """A processor whose chat template leaves out the images of a role."""
+    processor = calling(image_processor(family))
+    processor.chat_template = TEMPLATE.replace("<image>", f"{{% if m['role'] != {role!r} %}}<image>{{% endif %}}")
+    assert processor.chat_template != TEMPLATE
+    return processor
+
+
+@tool
+def words(number: int) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": "seen"}]
+
+
+words.__name__ = "look"  # the tool that is called
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("qwen2_5_vl", r"QwenProcessor makes \d+ image tokens .* hold \d+: .* in messages of some role"),
+        ("llava", "the chat template does not accept .*'role': 'tool'.* Found total 0 <image> tokens and 1 images"),
+    ],
+    ids=["qwen2_5_vl", "llava"],
+)
+def test_a_template_that_leaves_out_images_of_answers_is_refused_when_a_tool_shows_one(tmp_path, family, says):
+    settings = {"processing_class": hiding("tool", family), "max_steps": 1, **SHOWN}
+    with pytest.raises(DataError, match=says):
+        make(tmp_path / "images", family, tools=[look], **settings).train()
+    trainer = make(tmp_path / "texts", family, tools=[words], **settings)
+    trainer.train()
+    assert log_of(trainer, "tools/call_frequency")[0] > 0
+
+
+def test_a_template_that_leaves_out_images_of_prompts_is_refused_before_training(tmp_path):
+    with pytest.raises(DataError, match=r"QwenProcessor makes 0 image tokens .* of a prompt with images"):
+        make(tmp_path, "qwen2_5_vl", processing_class=hiding("user", "qwen2_5_vl"))
+
+
+def test_a_template_that_leaves_out_images_of_some_messages_of_a_prompt_is_refused(tmp_path):
+    shown = [
+        {"role": role, "content": [{"type": "image", "image": image(n)}]} for n, role in enumerate(("system", "user"))
+    ]
+    rows = Dataset.from_dict({"n": range(8)}).with_transform(lambda batch: {"prompt": [shown for _ in batch["n"]]})
+    trainer = make(tmp_path, "qwen2_5_vl", processing_class=hiding("system", "qwen2_5_vl"), train_dataset=rows)
+    with pytest.raises(DataError, match=r"QwenProcessor makes 8 image tokens .* hold 4: "):
+        trainer.train()
 
 
 def drawn_anew() -> Dataset:
