@@ -79,10 +79,14 @@ def check_arguments(
 
 def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
     name, names = config.eval_pass_reward, view.reward_func_names
-    if name is not None and names.count(name) != 1:
+    if name is not None and name not in names:
         remedy = did_you_mean(name, names, f"use one of {', '.join(names)}.")
-        how_many = "the name of several reward functions" if name in names else "no reward function of this run"
-        raise ConfigError(f"eval_pass_reward={name!r} is {how_many}; {remedy}")
+        raise ConfigError(f"eval_pass_reward={name!r} is no reward function of this run; {remedy}")
+    if name is not None and names.count(name) > 1:
+        raise ConfigError(
+            f"eval_pass_reward={name!r} is the name of {names.count(name)} reward functions; pass the one that is "
+            "meant inside a function (`def`) with a name of its own, a reward model from a folder with one."
+        )
     if config.reward_workers and view.environment_factories is not None:
         raise ConfigError(
             f"reward_workers={config.reward_workers} with environment_factory, whose environments cannot leave the "

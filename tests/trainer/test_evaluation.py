@@ -1,5 +1,6 @@
 """pass@k of an evaluation: of the whole set, under the set's name, whatever the split and whatever training does."""
 
+import functools
 import logging
 from typing import Any
 
@@ -81,6 +82,22 @@ def test_of_several_rewards_the_weighted_sum_counts_or_the_one_that_is_named(tmp
     summed = passes(make(tmp_path, **both).evaluate(data))
     assert list(summed) == ["eval_mean@4"]
     assert passes(make(tmp_path, eval_pass_reward="solved", **both).evaluate(data)) == alone
+
+
+@pytest.mark.parametrize("twin", [graded, functools.partial(graded)], ids=["function", "partial"])
+def test_one_of_two_rewards_with_one_name_is_chosen_once_it_is_renamed(tmp_path, twin, monkeypatch):
+    monkeypatch.setattr(graded, "__name__", "solved")
+    with pytest.raises(ConfigError, match=r"eval_pass_reward='solved' is the name of 2 .* a name of its own") as raised:
+        make(tmp_path, reward=[twin, solved], eval_pass_reward="solved", **FOUR)
+    assert "did you mean" not in str(raised.value)
+
+    def really_solved(*args, **kwargs):  # the remedy
+        return solved(*args, **kwargs)
+
+    data = prompts(9, seed=1)
+    alone = passes(make(tmp_path, reward=solved, **FOUR).evaluate(data))
+    both = make(tmp_path, reward=[twin, really_solved], eval_pass_reward="really_solved", **FOUR)
+    assert passes(both.evaluate(data)) == alone
 
 
 def test_an_evaluation_in_between_changes_no_completion_of_training(tmp_path):
