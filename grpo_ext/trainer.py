@@ -389,7 +389,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
         logs |= self._keeper.values_for(logs)
-        with completions_logged(self._view):
+        with completions_logged(self._view, logs):
             super().log(logs, start_time)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:

@@ -205,8 +205,8 @@ def columns_of(calls: Sequence[RewardCall], rows: int) -> dict[str, list[Any]]:
         for column, values in call.columns.items():
             if len(values) != call.rows:
                 logger.warning_once(
-                    f"reward function '{call.function}' logged {len(values)} value(s) in the column '{column}' for "
-                    f"{call.rows} completions; log one for each. Missing values become None, extra ones are dropped."
+                    f"reward function '{call.function}' does not log one value for each completion in the column "
+                    f"'{column}'. Missing values become None, extra ones are dropped."
                 )
             values = values[: call.rows]
             table.setdefault(column, [None] * rows)[call.first : call.first + len(values)] = values

@@ -3,8 +3,12 @@
 import contextlib
 import io
 import json
+import re
+import reprlib
+import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas
@@ -15,33 +19,69 @@ from ..compat import strip_images_from_messages
 from ..view import TrainerView
 
 logger = get_logger(__name__)
+_WITH_TABLES = ("wandb", "trackio")  # trackers that TRL sends the table to
 
 
 @contextlib.contextmanager
-def completions_logged(view: TrainerView) -> Iterator[None]:
-    """Write columns that parquet cannot hold as JSON text; warn once of a table that is not written."""
+def completions_logged(view: TrainerView, logs: Mapping[str, Any]) -> Iterator[None]:
+    """Write columns that the file or a tracker refuses as JSON text; warn once of a table that is not written.
+
+    The table of an evaluation is a file of its own, where TRL writes over that of the training step.
+    """
     before, table = len(view.state.log_history), view.logs
     writes = view.log_completions and view.accelerator.is_main_process
+    ended = [name.removesuffix("_runtime") for name in logs if writes and name.endswith("_runtime")]
     if writes:
-        shown = {n: _writable(table[n], strip_images_from_messages) for n in ("prompt", "completion")}
-        table = {**table, **shown, "extra": {n: _writable(column) for n, column in table["extra"].items()}}
+        trackers = [sys.modules[n].Table for n in _WITH_TABLES if n in view.args.report_to and n in sys.modules]
+        shown = {n: _writable(table[n], trackers, strip_images_from_messages) for n in ("prompt", "completion")}
+        table = {**table, **shown, "extra": {n: _writable(column, trackers) for n, column in table["extra"].items()}}
     try:
-        with view.logging(table):
+        with view.logging(table), _file_of_step_kept(view, ended):
             yield
     except Exception as error:
-        inner = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
-        if not writes or len(view.state.log_history) == before or Trainer.log.__code__ in inner:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        in_callback = any(frame.f_code is Trainer.log.__code__ for frame in frames)
+        if not writes or len(view.state.log_history) == before or in_callback:
             raise
-        logger.warning_once(f"The table of completions was not written ({type(error).__name__}: {error}).")
+        logger.warning_once(
+            "The table of completions was not written, or not sent to a tracker "
+            f"({type(error).__name__} in {frames[-1].f_globals['__name__']}). Logged once for each cause."
+        )
 
 
-def _writable(column: Sequence[Any], shown: Callable[[Any], Any] = lambda cell: cell) -> Sequence[Any]:
+@contextlib.contextmanager
+def _file_of_step_kept(view: TrainerView, ended: Sequence[str]) -> Iterator[None]:
+    """Where an evaluation (by its prefix) or the training has `ended`, keep the file of the training step.
+
+    TRL writes to the file of the step inside; that of an evaluation gets a name of its own.
+    """
+    path = Path(view.args.output_dir) / "completions" / f"completions_{view.state.global_step:05d}.parquet"
+    aside = path.with_suffix(".training")
+    if ended and path.is_file():
+        path.replace(aside)
     try:
-        cells = list(map(shown, column))
+        yield
+    finally:
+        for name in ended:
+            if name != "train" and path.is_file():
+                path.replace(path.with_stem(f"{path.stem}_{re.sub('[^0-9A-Za-z_-]', '_', name)}"))
+        if aside.is_file():
+            aside.replace(path)
+
+
+def _writable(
+    column: Sequence[Any], trackers: Sequence[Callable[..., Any]], shown: Callable[[Any], Any] = lambda cell: cell
+) -> Sequence[Any]:
+    cells = list(column)
+    try:
+        cells = list(map(shown, cells))
         json.dumps(cells, default=str)  # a cell that holds itself would end the process in pyarrow
-        pandas.DataFrame({"column": cells}).to_parquet(io.BytesIO())
-    except Exception:  # of pyarrow, in many kinds
-        return [None if cell is None else _text(cell) for cell in column]
+        frame = pandas.DataFrame({"column": cells})
+        frame.to_parquet(io.BytesIO())
+        for table in trackers:
+            table(dataframe=frame)
+    except Exception:  # of pyarrow and trackers, in many kinds
+        return [None if cell is None else _text(cell) for cell in cells]
     return column
 
 
@@ -50,4 +90,6 @@ def _text(cell: Any) -> str:
         text = cell if isinstance(cell, str) else json.dumps(cell, default=str, ensure_ascii=False)
     except (TypeError, ValueError):  # keys that JSON does not have
         text = repr(cell)
+    except RecursionError:
+        text = reprlib.repr(cell)
     return text.encode("utf-8", "backslashreplace").decode()

@@ -4,6 +4,7 @@ The table is written whatever is in it, and never ends the training.
 """
 
 import datetime
+import json
 import shutil
 from typing import Any
 
@@ -11,7 +12,10 @@ import pyarrow.parquet as parquet
 import pytest
 
 from grpo_ext.tools.report import ReportCallback, load_run
-from tests.support.tiny import prompts
+from grpo_ext.tools.samples import rollouts_of
+from tests.support.images import image_model, image_processor, image_rows, picture_reward
+from tests.support.tiny import prompts, tiny_model
+from tests.support.tool_runs import always_calling
 from tests.support.trainers import SAVE, log_of, make, on, ran
 
 
@@ -50,6 +54,9 @@ def test_the_run_log_holds_every_log_line_and_those_of_evaluations(tmp_path):
 
 SHARED: list[Any] = []
 SHARED.append(SHARED)
+DEEP: list[Any] = []
+for _ in range(10**4):  # deeper than Python's stack
+    DEEP = [DEEP]
 # of four completions, by what is odd about them
 ODD: dict[str, list[Any]] = {
     "types": [1, "a", None, [2]],
@@ -59,13 +66,14 @@ ODD: dict[str, list[Any]] = {
     "keys": [{(1, 2): 3}, {1: 2}, {"1": 2}, None],
     "surrogate": ["\ud83d", "b", "ü", None],
     "circle": [SHARED, [], [1], None],
+    "deep": [DEEP, [], [1], None],
     "objects": [datetime.timedelta(1), object(), print, {1, 2}],
 }
 PLAIN = {"number": [1, 2.5, None, 3], "text": ["a", "b", None, "ü"], "lists": [[1], [], [2, 3], None]}
 
 
-def table(folder: Any, step: int) -> Any:
-    return parquet.read_table(folder / "completions" / f"completions_{step:05d}.parquet").to_pydict()
+def table(folder: Any, step: int, evaluation: str = "") -> Any:
+    return parquet.read_table(folder / "completions" / f"completions_{step:05d}{evaluation}.parquet").to_pydict()
 
 
 def test_odd_cells_become_text_and_others_stay_as_they_are(tmp_path):
@@ -95,6 +103,7 @@ def test_a_table_that_cannot_be_written_is_a_warning_and_an_error_of_a_callback_
     trainer = ran(make(tmp_path, log_completions=True, max_steps=3, callbacks=[callback]))
     assert not (tmp_path / "completions").exists()
     assert caplog.text.count("The table of completions was not written") == 1
+    assert "(OSError in pandas." in caplog.text
     assert trainer.state.global_step == 3
 
     def fail(state: Any) -> None:
@@ -102,3 +111,80 @@ def test_a_table_that_cannot_be_written_is_a_warning_and_an_error_of_a_callback_
 
     with pytest.raises(KeyError, match="mine"):
         make(tmp_path, log_completions=True, max_steps=1, callbacks=[on("on_log", fail)]).train()
+
+
+def test_a_log_and_evaluations_at_one_step_write_a_table_each(tmp_path):
+    sets = {name: prompts(4, seed=seed) for seed, name in enumerate(("a", "b/c"), start=1)}
+    settings = {"log_completions": True, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    ran(make(tmp_path / "alone", train_dataset=prompts(22), log_completions=True, max_steps=2))
+    ran(make(tmp_path / "run", train_dataset=prompts(22), eval_dataset=sets, **settings))
+    for step in (1, 2):
+        assert table(tmp_path / "run", step)["completion"] == table(tmp_path / "alone", step)["completion"]
+        for name, evaluation in zip(sets, ("_eval_a", "_eval_b_c"), strict=True):
+            written = table(tmp_path / "run", step, evaluation)
+            assert set(sets[name]["prompt"]) <= set(written["prompt"]), name
+            assert set(written["step"]) == {step}
+    names = sorted(path.name for path in (tmp_path / "run" / "completions").iterdir())
+    assert len(names) == 6
+    assert sorted(rollouts_of(tmp_path / "run", {1, 2})) == [1, 2]
+
+
+@pytest.fixture
+def tracked(tmp_path, monkeypatch):
+    """Tables that wandb was sent, as rows of columns; offline."""
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    sent: list[dict[str, list[Any]]] = []
+
+    class Shown(wandb.Table):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            if "advantage" in self.columns:
+                sent.append({name: [row[place] for row in self.data] for place, name in enumerate(self.columns)})
+
+    monkeypatch.setattr(wandb, "Table", Shown)
+    yield sent
+    wandb.finish()
+
+
+def test_wandb_gets_the_table_of_conversations_with_tools(tmp_path, tracked, caplog):
+    calls = always_calling() | {"report_to": "wandb", "log_completions": True, "max_steps": 2}
+    model = tiny_model(max_position_embeddings=4096)
+    ran(make(tmp_path / "run", model, **calls))
+    assert "was not written" not in caplog.text
+    for step, sent in zip((1, 2), tracked[:2], strict=True):
+        assert table(tmp_path / "run", step)["completion"] == sent["completion"]
+        messages = [json.loads(cell) for cell in sent["completion"]]
+        assert {message["role"] for row in messages for message in row} == {"assistant", "tool"}
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_wandb_gets_the_table_of_prompts_with_images(tmp_path, tracked, caplog, shown):
+    parts = {"reward": picture_reward, "train_dataset": image_rows(8, (1, 0, 2)), "rollout_chunk_size": 8}
+    settings = {"report_to": "wandb", "log_completions": True, "log_multimodal": shown, "max_steps": 1}
+    processor = image_processor("llava")
+    ran(make(tmp_path / "run", image_model("llava"), processing_class=processor, **parts, **settings))
+    assert "was not written" not in caplog.text
+    sent = tracked[0]
+    assert ("image" in sent) is shown
+    prompt = json.loads(sent["prompt"][0]) if isinstance(sent["prompt"][0], str) else sent["prompt"][0]
+    assert prompt[-1]["role"] == "user"
+    assert "PIL" not in str(sent["prompt"])
+
+
+def test_a_tracker_that_refuses_is_warned_of_once_without_a_row(tmp_path, tracked, caplog, monkeypatch):
+    import wandb
+
+    def refuse(dataframe: Any) -> None:
+        raise TypeError(f"cannot show {dataframe.to_dict()}")
+
+    monkeypatch.setattr(wandb, "Table", refuse)
+    trainer = ran(make(tmp_path / "run", report_to="wandb", log_completions=True, max_steps=3))
+    said = [record.getMessage() for record in caplog.records if "table of completions" in record.getMessage()]
+    assert len(said) == 1
+    assert "cannot show" not in said[0]
+    assert f"(TypeError in {__name__})" in said[0]
+    assert len(table(tmp_path / "run", 3)["prompt"]) == 16
+    assert trainer.state.global_step == 3
