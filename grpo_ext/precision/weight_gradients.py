@@ -7,7 +7,7 @@ as Megatron and TransformerEngine do for accuracy. Outputs and input gradients k
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -15,27 +15,25 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
+from ..runtime.attributes import assigned
+
 
 @contextmanager
 def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
     """Inside, under autocast, the modules in `COVERED` return the gradients of their float32 weights unrounded.
 
-    Other gradients are as autocast leaves them, and so are those of a module whose forward a user replaced. Embeddings,
-    norms and grouped products of experts are float32 under autocast anyway; the head sums in float32. Backward passes
-    have to run inside, too.
+    Other gradients are as autocast leaves them, and so are those of a linear layer whose forward a user replaced.
+    Embeddings, norms and grouped products of experts are float32 under autocast anyway; the head sums in float32.
+    Backward passes have to run inside, too.
     """
-    replaced = []
-    for module in model.modules():
-        forward = next((forward for covers, forward in COVERED.values() if covers(type(module))), None)
-        if forward is not None and "forward" not in vars(module):
-            # a method: torch.compile recognises one that is built again, and compiles it once
-            vars(module)["forward"] = types.MethodType(forward, module)
-            replaced.append(module)
-    try:
+    with ExitStack() as replaced:
+        for module in model.modules():
+            for covers, forward in COVERED.values():
+                if covers(module):
+                    # a method: torch.compile recognises one that is built again, and compiles it once
+                    method, below = types.MethodType(forward, module), vars(module).get("forward")
+                    replaced.enter_context(assigned(module, forward=method, forward_below=below))
         yield
-    finally:
-        for module in replaced:
-            del vars(module)["forward"]  # if left behind, it would look like a forward that a user replaced
 
 
 def _multiply(func: Any, input: Tensor, weight: Tensor, *bias: Tensor | None) -> Tensor:
@@ -108,20 +106,26 @@ def _experts_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     trained = {name: p.as_subclass(_Weight) for name, p in module.named_parameters(recurse=False) if p.requires_grad}
     vars(module).update(trained)  # attributes hide parameters
     try:
-        return type(module).forward(module, *args, **kwargs)
+        below: Any = module.forward_below  # of routing replay, where that is on
+        return below(*args, **kwargs) if below else type(module).forward(module, *args, **kwargs)
     finally:
         for name in trained:
             del vars(module)[name]
 
 
-# by the name that docs/precision.md has for them: which classes are covered, and the forward that their modules get
-COVERED: dict[str, tuple[Callable[[type[nn.Module]], bool], Callable[..., Any]]] = {
-    "`torch.nn.Linear`": (lambda kind: kind.forward is nn.Linear.forward, _linear_forward),
-    "`Conv1D` of transformers": (lambda kind: kind.forward is Conv1D.forward, _conv1d_forward),
-    "experts of transformers and their routers": (
-        lambda kind: (
-            kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(("Experts", "Router"))
-        ),
-        _experts_forward,
-    ),
+def _runs(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether a module's forward is this one; not that of a subclass, or one that a user set on the module."""
+    return getattr(module.forward, "__func__", None) is forward
+
+
+def _is_of_experts(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(("Experts", "Router"))
+
+
+# by the name that docs/precision.md has for them: which modules are covered, and the forward that they get
+COVERED: dict[str, tuple[Callable[[nn.Module], bool], Callable[..., Any]]] = {
+    "`torch.nn.Linear`": (lambda module: _runs(module, nn.Linear.forward), _linear_forward),
+    "`Conv1D` of transformers": (lambda module: _runs(module, Conv1D.forward), _conv1d_forward),
+    "experts of transformers and their routers": (_is_of_experts, _experts_forward),
 }
