@@ -124,19 +124,31 @@ def parse_response(
 
 
 @contextmanager
-def unwrapped_for_generation(
-    model: Any, accelerator: Any, gradient_checkpointing_kwargs: dict[str, Any] | None, **options: Any
-) -> Iterator[Any]:
-    """Enter TRL's context, then restore gradient checkpointing, whose keyword arguments TRL 1.15 forgets."""
-    knows = "gradient_checkpointing_kwargs" in parameters_of(unwrap_model_for_generation)
-    if knows:
-        options["gradient_checkpointing_kwargs"] = gradient_checkpointing_kwargs
-    inner = accelerator.unwrap_model(model)
-    checkpointing = inner.is_gradient_checkpointing
-    with unwrap_model_for_generation(model, accelerator, **options) as unwrapped:
+def checkpointing_layers(model: Any, kwargs: Mapping[str, Any] | None) -> Iterator[None]:
+    """Inside, gradient checkpointing is on with these arguments of the Trainer's, or off (None); then as before."""
+    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+    before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        if kwargs is not None:
+            others = {**kwargs}
+            by_name = {name: others.pop(name) for name in ("every_n_layers", "offload") if name in others}
+            model.gradient_checkpointing_enable(others, **by_name)
+        yield
+    finally:
+        for layer, (enabled, function) in zip(layers, before, strict=True):
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = enabled, function
+
+
+@contextmanager
+def unwrapped_for_generation(model: Any, accelerator: Any, **options: Any) -> Iterator[Any]:
+    """TRL's context, which leaves gradient checkpointing alone: it would enable it again by the settings."""
+    with (
+        checkpointing_layers(accelerator.unwrap_model(model), None),
+        unwrap_model_for_generation(model, accelerator, **options) as unwrapped,
+    ):
         yield unwrapped
-    if checkpointing and not knows:
-        inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
 
 @contextmanager
@@ -145,7 +157,7 @@ def generating(trainer: Any) -> Iterator[Any]:
     options = {"gather_deepspeed3_params": args.ds3_gather_for_generation, "generation_kwargs": kwargs}
     with (
         profiling_context(trainer, "transformers.generate"),
-        unwrapped_for_generation(wrapped, trainer.accelerator, args.gradient_checkpointing_kwargs, **options) as model,
+        unwrapped_for_generation(wrapped, trainer.accelerator, **options) as model,
         torch.no_grad(),
         trainer._dist.summon_full_params(wrapped, recurse=False),
     ):

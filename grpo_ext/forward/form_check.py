@@ -17,6 +17,7 @@ import torch
 
 from ..batching.micro_batches import Form
 from ..batching.sizes import ceil_div
+from ..compat import checkpointing_layers
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
@@ -104,12 +105,8 @@ def _first_line(error: Exception) -> str:
 def _keeps_cache(model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: Any) -> bool:
     if checkpointing_kwargs is None:
         return True
-    policy.gradient_checkpointing_enable(checkpointing_kwargs)
-    try:
-        with torch.enable_grad():
-            again_S = _log_probs(model, batch).detach()
-    finally:
-        policy.gradient_checkpointing_disable()
+    with checkpointing_layers(policy, checkpointing_kwargs), torch.enable_grad():
+        again_S = _log_probs(model, batch).detach()
     return torch.allclose(again_S, logps_S, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from ..batching.micro_batches import Form, StepSizes, canonical_units, filled
 from ..batching.sizes import group_numbers
-from ..compat import images_among
+from ..compat import checkpointing_layers, images_among
 from ..config import GRPOConfig, forms_of
 from ..errors import ConfigError
 from ..precision.weight_gradients import float32_weight_gradients
@@ -117,15 +117,8 @@ class ForwardRunner:
     @contextmanager
     def without_gradients(self, model: Any) -> Iterator[None]:
         """Inside, `model` runs in its training precision, without gradients and without checkpointing its layers."""
-        checkpointing, kwargs = model.is_gradient_checkpointing, self.args.gradient_checkpointing_kwargs
-        if checkpointing:
-            model.gradient_checkpointing_disable()
-        try:
-            with torch.no_grad(), self.accelerator.autocast():
-                yield
-        finally:
-            if checkpointing:
-                model.gradient_checkpointing_enable(kwargs)
+        with checkpointing_layers(model, None), torch.no_grad(), self.accelerator.autocast():
+            yield
 
     def rollout_log_probs(
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False

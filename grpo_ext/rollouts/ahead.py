@@ -354,9 +354,9 @@ def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
     generation.model = snapshot.policy
 
     def send() -> None:
-        wait_for_all(view.accelerator)  # the main process sends, and every process asks
+        wait_for_all("the wait before weights are sent")  # the main process sends, and every process asks
         generation.sync_weights()
-        wait_for_all(view.accelerator)
+        wait_for_all("the wait for sent weights")
         view.note_weights_sent(-1)  # an evaluation sends the current weights
 
     return send
@@ -373,8 +373,7 @@ def _worker(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> Rollout
     @contextlib.contextmanager
     def generating() -> Iterator[Any]:
         kwargs: Any = view.generation_kwargs
-        checkpointing: Any = view.args.gradient_checkpointing_kwargs
-        ready = compat.unwrapped_for_generation(snapshot.policy, accelerator, checkpointing, generation_kwargs=kwargs)
+        ready = compat.unwrapped_for_generation(snapshot.policy, accelerator, generation_kwargs=kwargs)
         with ready as model, as_in_training(model, accelerator):
             yield model
 

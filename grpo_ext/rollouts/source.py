@@ -134,11 +134,13 @@ class Rollouts:
         with of_ours():
             if self.ahead is not None:  # the server may still sample with other weights
                 self.ahead.drain()
-                wait_for_all(view.accelerator)
+                wait_for_all("the wait before weights are sent")
             if (step := view.state.global_step) != view.weights_sent_at:
                 with view.profile("sync_weights"):
                     view.vllm_generation.sync_weights()
-                wait_for_all(view.accelerator)  # the main process sends to a server, which every process asks
+                wait_for_all(
+                    "the wait for sent weights"
+                )  # the main process sends to a server, which every process asks
                 view.note_weights_sent(step)
 
     # ---- A step's completions -------------------------------------------------------------------------------------

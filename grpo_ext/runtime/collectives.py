@@ -45,9 +45,9 @@ def local_collectives() -> Iterator[None]:
         _local.reset(token)
 
 
-def wait_for_all(accelerator: Accelerator) -> None:
+def wait_for_all(place: str) -> None:
     _refuse_local()
-    accelerator.wait_for_everyone()
+    _meet(place)
 
 
 def _refuse_local() -> None:
@@ -276,6 +276,7 @@ def uneven_collectives(
 def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> None:
     _refuse_local()
     if PartialState().num_processes > 1:
+        _meet("a copy of the main process's weights")
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             tensor.data.copy_(broadcast(tensor.data.to(device).contiguous()))
 
@@ -290,6 +291,7 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
 @of_ours()
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
     _refuse_local()
+    _meet("a sum over the processes")
     for bucket in _take_tensors(tensors, _BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
         dist.all_reduce(flat)
