@@ -8,9 +8,11 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,6 +44,7 @@ except (ImportError, RuntimeError) as error:  # TRL's lazy modules raise Runtime
     ) from error
 
 logger = get_logger(__name__)
+_OLD_NAMES: Any = ("ignore", re.compile(r"`(is_)?gradient_checkpointing\w*` is deprecated"), FutureWarning, None, 0)
 
 # methods of `trl.GRPOTrainer`, inherited ones included, that the trainer overrides
 OVERRIDES = (
@@ -123,6 +126,10 @@ def parse_response(
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
 
 
+def checkpoints_layers(model: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 @contextmanager
 def checkpointing_layers(model: Any, kwargs: Mapping[str, Any] | None) -> Iterator[None]:
     """Inside, gradient checkpointing is on with these arguments of the Trainer's, or off (None); then as before."""
@@ -134,7 +141,8 @@ def checkpointing_layers(model: Any, kwargs: Mapping[str, Any] | None) -> Iterat
         if kwargs is not None:
             others = {**kwargs}
             by_name = {name: others.pop(name) for name in ("every_n_layers", "offload") if name in others}
-            model.gradient_checkpointing_enable(others, **by_name)
+            with hiding_old_names():
+                model.gradient_checkpointing_enable(others, **by_name)
         yield
     finally:
         for layer, (enabled, function) in zip(layers, before, strict=True):
@@ -144,10 +152,9 @@ def checkpointing_layers(model: Any, kwargs: Mapping[str, Any] | None) -> Iterat
 @contextmanager
 def unwrapped_for_generation(model: Any, accelerator: Any, **options: Any) -> Iterator[Any]:
     """TRL's context, which leaves gradient checkpointing alone: it would enable it again by the settings."""
-    with (
-        checkpointing_layers(accelerator.unwrap_model(model), None),
-        unwrap_model_for_generation(model, accelerator, **options) as unwrapped,
-    ):
+    with checkpointing_layers(accelerator.unwrap_model(model), None), ExitStack() as context:
+        with hiding_old_names():
+            unwrapped = context.enter_context(unwrap_model_for_generation(model, accelerator, **options))
         yield unwrapped
 
 
@@ -171,10 +178,23 @@ def as_reference(model: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def hiding_old_names() -> Iterator[None]:
-    """Hide transformers' warnings about old names of gradient checkpointing: TRL uses them, and no user can act."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`(is_)?gradient_checkpointing\w*` is deprecated", FutureWarning)
+    """Hide transformers' warnings about old names of gradient checkpointing: TRL uses them, and no user can act.
+
+    One entry comes and goes. `catch_warnings` would drop filters that others set meanwhile, on any thread, and each
+    change that it makes lets Python show every warning again.
+    """
+    warnings.filters.insert(0, _OLD_NAMES)
+    try:
         yield
+    finally:
+        with suppress(ValueError):  # others have replaced the list
+            warnings.filters.remove(_OLD_NAMES)
+
+
+def end_event_loop_with(trainer: Any) -> None:
+    """Stop the thread of a trainer's asynchronous functions once nothing refers to it; TRL stops it at exit."""
+    if (loop := getattr(trainer, "async_loop", None)) is not None:
+        weakref.finalize(trainer, loop.call_soon_threadsafe, loop.stop)
 
 
 def client_of(generation: Any) -> Any:

@@ -135,6 +135,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._build(config, args, reference, teacher_model)
 
     def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None, reference: Any, teacher: Any) -> None:
+        compat.end_event_loop_with(self)
         self._view = TrainerView(self, GRPOTrainer)
         use_fixed_models(reference, teacher, self._view, config)
         parts = Components(self._view, config, user_args)
@@ -228,7 +229,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
         """Loss of the whole evaluation set, on every process."""
-        with torch.no_grad(), pinned(self.args.pinned_threads), compat.hiding_old_names(), self._clock.stopped():
+        with torch.no_grad(), pinned(self.args.pinned_threads), self._clock.stopped():
             completions = self._prepare_inputs(inputs)
             for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
                 with attempt.running():
@@ -368,7 +369,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             TrainingInterrupted: a `SystemExit` with status 75, after SIGTERM or Ctrl-C, with the checkpoint written.
         """
         refuse_frozen(self.model)
-        with contextlib.ExitStack() as ending, compat.hiding_old_names():
+        with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.release_folder)
             if (reward_workers := self._rollouts.worker.rewards.workers) is not None:
                 ending.callback(reward_workers.kill)

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 from ..batching.micro_batches import Form, StepSizes, canonical_units, filled
 from ..batching.sizes import group_numbers
-from ..compat import checkpointing_layers, images_among
+from ..compat import checkpointing_layers, checkpoints_layers, images_among
 from ..config import GRPOConfig, forms_of
 from ..errors import ConfigError
 from ..precision.weight_gradients import float32_weight_gradients
@@ -174,7 +174,7 @@ class ForwardRunner:
         """Run rows in one forward, with gradients where they are on; `options` are those of `lay_out`."""
         form, policy = self.choice.form(model), base_model_of(model)
         # outside `in_form_of`, a backward pass under gradient checkpointing would run the layers again in another form
-        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy
+        again = torch.is_grad_enabled() and checkpoints_layers(policy) and self._in_form is not policy
         if again or rows.attended_N is not None:
             form = "padded"
         if options.get("group") is not None:

@@ -78,3 +78,20 @@ def test_a_warning_of_every_step_is_shown_once(tmp_path):
         warnings.simplefilter("default")
         make(tmp_path, max_steps=3, callbacks=[warn]).train()
     assert [str(entry.message) for entry in shown].count("of a callback") == 1
+
+
+def test_filters_of_warnings_that_a_callback_sets_stay(tmp_path):
+    def ignore(state: Any) -> None:
+        warnings.filterwarnings("ignore", "of mine", UserWarning)
+
+    def warn(state: Any) -> None:
+        warnings.warn("of mine", UserWarning, stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        before = list(warnings.filters)
+        callbacks = [on("on_train_begin", ignore), on("on_step_end", warn)]
+        make(tmp_path, max_steps=2, callbacks=callbacks).train()
+        added = [entry for entry in warnings.filters if entry not in before]
+        assert [entry[2] for entry in added] == [UserWarning]
+    assert "of mine" not in [str(entry.message) for entry in shown]

@@ -1,8 +1,11 @@
 """Reward functions in the trainer: called by chunks, what they log, and what runs in `reward_workers`."""
 
 import contextlib
+import gc
 import os
 import sqlite3
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -93,3 +96,26 @@ def test_a_function_that_cannot_be_sent_is_named_before_training(tmp_path):
 
     with pytest.raises(ConfigError, match=r"'stored' cannot be sent .* reward_workers=1 .*at its first call"):
         make(tmp_path, reward=stored, reward_workers=1)
+
+
+def loops() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "GRPOTrainer-AsyncLoop"]
+
+
+def test_the_thread_of_asynchronous_functions_ends_with_its_trainer(tmp_path):
+    async def graded(completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    before = loops()
+    trainer = ran(make(tmp_path, reward=graded, max_steps=1))
+    trainer.args.max_steps = 2
+    trainer.train()  # it works again
+    trainer.evaluate(prompts(2))
+    (thread,) = [thread for thread in loops() if thread not in before]
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
+    thread.join(10)
+    assert not thread.is_alive()
+    assert loops() == before
