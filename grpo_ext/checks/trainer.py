@@ -162,9 +162,10 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     refuse_unknown_head(base_model_of(policy))
     models.refuse_adapters(policy)
     if method := view.overridden(*_UNUSED_HOOKS):
+        called = ", except where your own loss calls it" if view.overridden("compute_loss", "_compute_loss") else ""
         logger.warning(
-            f"{method} has no effect here: stock TRL calls it and grpo_ext does not. Loaders and losses are built in "
-            "batching.prompt_order and algorithms.losses."
+            f"{method} has no effect here{called}: stock TRL calls it and grpo_ext does not. Loaders and losses are "
+            "built in batching.prompt_order and algorithms.losses."
         )
     models.check_optimizer(view.optimizer, policy, shards_parameters(view.accelerator))
     if view.use_vllm:
