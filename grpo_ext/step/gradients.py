@@ -91,22 +91,22 @@ class NativeGradients:
 
     def run_hooks(self) -> None:
         """Run the hooks of users once, on the gradient of the step; what the main process computes counts."""
-        accelerator, scaler = self.accelerator, self.accelerator.scaler
-        hooked = [p for p in self.parameters.values() if p.grad is not None and p._backward_hooks]
-        if not hooked:
-            return
+        accelerator, scaler, hooked = self.accelerator, self.accelerator.scaler, list[torch.Tensor]()
         scale = 1.0 if scaler is None else scaler.get_scale()
         with collectives.together("hooks on gradients"), torch.no_grad():
-            for parameter in hooked:
-                gradient = parameter.grad / scale
-                for hook in [*parameter._backward_hooks.values()]:
+            for parameter in self.parameters.values():
+                gradient, hooks = parameter.grad, parameter._backward_hooks
+                if gradient is None or not hooks:
+                    continue
+                gradient = gradient / scale
+                for hook in [*hooks.values()]:
                     returned = hook(gradient)
                     gradient = gradient if returned is None else returned
-                # a hook may draw random numbers; adding -0.0 keeps the bits of any number
-                is_main = accelerator.is_main_process
-                parameter.grad = gradient * scale if is_main else torch.full_like(gradient, -0.0)
+                # a hook may draw random numbers; the sum with -0.0 has the bits of the other term
+                parameter.grad = gradient * scale if accelerator.is_main_process else torch.full_like(gradient, -0.0)
+                hooked.append(parameter.grad)
         if accelerator.num_processes > 1:
-            collectives.sum_in_place([parameter.grad for parameter in hooked])
+            collectives.sum_in_place(hooked)
 
     def discard(self) -> None:
         for parameter in self.parameters.values():

@@ -1,4 +1,4 @@
-"""A parameter takes part in a step if a completion that contributes uses it; fillers of other processes do not count."""
+"""A parameter takes part in a step if a completion that contributes uses it, not if a filler does."""
 
 import json
 from pathlib import Path
