@@ -6,6 +6,7 @@ Few completions contribute to a step, so some processes run a filler, whose toke
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "sgd": SGD,
     "adamw": {"weight_decay": 0.1},
     "bitwise": {"weight_decay": 0.1, "bitwise_invariant": True, "adam_epsilon": 1e-8},
+    "clamp": {**SGD, "bitwise_invariant": True},
+    "noise": SGD,
+}
+HOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clamp": lambda gradient: gradient.clamp(-1e-3, 1e-3) * (gradient > 0),
+    "noise": lambda gradient: gradient + 1e-3 * torch.randn_like(gradient),
 }
 
 
@@ -41,6 +48,8 @@ def run(folder: Path, name: str, reward: Any = one_group_teaches, **changes: Any
         parameters = trainer.model.named_parameters()
         used.append([path for path, p in parameters if ".experts." in path and p.grad is not None])
 
+    for parameter in trainer.model.parameters() if name in HOOKS else ():
+        parameter.register_hook(HOOKS[name])
     trainer.add_callback(on("on_pre_optimizer_step", note))
     return change(trainer), used
 
