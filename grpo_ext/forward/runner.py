@@ -114,11 +114,10 @@ class ForwardRunner:
                 self.refuse_other_than_packs(model, self.choice.form(model))
 
     def _check_buffers(self, model: Any) -> None:
-        policy, device, meets = base_model_of(model), self.accelerator.device, self.sharded
-        forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        with self.without_gradients(model), forked, together("the comparison of buffers", meets):
+        policy, meeting = base_model_of(model), together("the comparison of buffers", self.sharded)
+        with self.without_gradients(model), torch.random.fork_rng([]), meeting:
             rows = self.make_rows(policy, processor=None)[0]  # text alone, also where the model takes images
-            moved = moving_buffers(policy, lambda: self._forward(model, rows).logps_S, gradients=not self.sharded)
+            moved = moving_buffers(policy, lambda: self._forward(model, rows).logps_S, not self.sharded)
         if not (names := sorted({*gather_lists(moved)})):
             return
         reason = (
