@@ -173,7 +173,9 @@ class GRPOConfig(trl.GRPOConfig):
         default=1,
     )
 
-    # What need not be computed: each can be turned off, and none changes the update.
+    # What need not be computed: each can be turned off, and none changes the gradient. Parameters that no completion
+    # uses have none (`.grad` is None), so the optimizer leaves them alone; skip_zero_contribution decides which
+    # completions count.
     forward: str = setting(
         "How completions run through the model: 'packed' (each prompt once, its completions after it, no "
         "padding), 'prefix' (prompts once with a cache, then padded completions), 'padded' (every completion with "
@@ -184,7 +186,10 @@ class GRPOConfig(trl.GRPOConfig):
     )
     skip_zero_contribution: bool = setting(
         "Skip completions that add exactly nothing to the update (advantage zero, no KL, entropy or auxiliary "
-        "term). The logged entropy and clip ratios are then those of the other completions.",
+        "term). The logged entropy and clip ratios are then those of the other completions. False: these completions count "
+        "as use of a parameter, such as an expert that no other token chooses; its gradient is zero, and weight decay "
+        "and momentum move it. True: the optimizer leaves it alone, and all parameters in a step to which nothing "
+        "adds.",
         default=True,
     )
     compact_rollouts: bool = setting(

@@ -62,7 +62,6 @@ class GRPOTrainer(trl.GRPOTrainer):
     Takes the arguments of `trl.GRPOTrainer` and a `teacher_model` to distil from; `args` may be TRL's GRPOConfig too.
 
     Example:
-
     ```python
     from grpo_ext import GRPOConfig, GRPOTrainer
     config = GRPOConfig("runs/first", global_batch_size=64, per_device_train_batch_size=5)
@@ -199,16 +198,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             train()
         completions = self._prepare_inputs(inputs)
         settings = step_settings_of(self._view)
-        # more than one where memory runs out, each with smaller micro-batches
-        for attempt in self._step_planner.attempts(model, completions, settings):
+        for attempt in self._step_planner.attempts(model, completions, settings):  # smaller where memory runs out
             with attempt.running():
                 step = attempt.measure(self.model)  # the denominators, before any forward with gradients
-                # at its end one sum over the processes
                 sums = attempt.gradients, len(attempt.plan.micro_batches), self._forwards.collective_forward
-                with accumulating(self.accelerator, *sums) as backward:
+                with accumulating(self.accelerator, *sums) as backward:  # at its end one sum over the processes
                     for micro_batch in self._with_events(attempt.micro_batches(step)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
-                            backward(self._loss_of(model, micro_batch))
+                            backward(self._loss_of(model, micro_batch), micro_batch.part.weight)
         values = log_values(attempt.plan, step.metrics, self._clock.take())
         loss = self._log_step(values)
         attempt.end(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
@@ -307,6 +304,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         """What a dictionary adds to the loss of the step, as in TRL; outside a step it is a whole step."""
         return self._loss_overrides.loss(model, inputs)
+
+    def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> torch.Tensor:
+        of_step = self._loss_overrides.entropy_mask(entropies, mask, threshold)
+        return super().get_high_entropy_mask(entropies, mask, threshold) if of_step is None else of_step
 
     def _get_per_token_logps_and_entropies(
         self,

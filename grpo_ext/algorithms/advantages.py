@@ -20,16 +20,24 @@ THRESHOLD = "eval_pass_threshold"  # the setting, and a keyword of estimators
 EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
 
+def nan_mean(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """The mean of entries that are not NaN; keeps dimensions. Of equal numbers it is that number, without rounding."""
+    unknown, dims = torch.isnan(x), () if dim is None else (dim,)
+    low = x.masked_fill(unknown, torch.inf).amin(dims, keepdim=True)
+    high = x.masked_fill(unknown, -torch.inf).amax(dims, keepdim=True)
+    return torch.where(low == high, low, torch.nanmean(x, dim=dim, keepdim=True))
+
+
 def nan_std(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """The deviation (Bessel's correction) of entries that are not NaN, or NaN for fewer than two; keeps dimensions."""
     count = (~torch.isnan(x)).sum(dim=dim, keepdim=True)
-    centred = x - torch.nanmean(x, dim=dim, keepdim=True)
+    centred = x - nan_mean(x, dim)
     variance = torch.nansum(centred**2, dim=dim, keepdim=True) / (count - 1)
     return torch.where(count > 1, variance, torch.nan).sqrt()
 
 
 def _standardized(rewards: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    centred = rewards - torch.nanmean(rewards, dim=dim, keepdim=True)
+    centred = rewards - nan_mean(rewards, dim)
     return centred / (nan_std(rewards, dim).nan_to_num() + EPSILON)
 
 
@@ -64,7 +72,7 @@ def group_standardized(rewards_PG: torch.Tensor) -> torch.Tensor:
 @register_advantage_estimator("group_centered")
 def group_centered(rewards_PG: torch.Tensor) -> torch.Tensor:
     """Reward minus the group's mean (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
-    return rewards_PG - torch.nanmean(rewards_PG, dim=1, keepdim=True)
+    return rewards_PG - nan_mean(rewards_PG, dim=1)
 
 
 @register_advantage_estimator("leave_one_out")
@@ -94,8 +102,8 @@ def max_rl(rewards_PG: torch.Tensor) -> torch.Tensor:
             "advantage_estimator='max_rl' divides by the mean reward of a group, and a reward is "
             f"{float(rewards_PG.nan_to_num().min()):g}; return rewards of 0 or more, or use 'group_centered'."
         )
-    rewards_PG = rewards_PG.double()  # in which equal rewards give exactly zero
-    mean_P1 = torch.nanmean(rewards_PG, dim=1, keepdim=True)
+    rewards_PG = rewards_PG.double()
+    mean_P1 = nan_mean(rewards_PG, dim=1)
     return torch.where(mean_P1 > 0, (rewards_PG - mean_P1) / mean_P1, 0.0)
 
 

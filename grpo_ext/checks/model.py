@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 from ..errors import ConfigError, ModelError, SplitDependentError
 from ..forward.architecture import base_model_of
 from ..forward.quantised import outlier_thresholds
+from ..step.gradients import refuse_gradient_hooks
 
 logger = get_logger(__name__)
 
@@ -134,13 +135,12 @@ def refuse(reasons: list[str], allow: bool) -> list[str]:
     return reasons
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    hooked = [name for name, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
-    if hooked or hasattr(optimizer, "fused_backward"):
-        stepping = f"a hook on the gradient of {hooked[0]}" if hooked else f"the optimizer {type(optimizer).__name__}"
+def check_optimizer(optimizer: Any, model: nn.Module, sharded: bool) -> None:
+    refuse_gradient_hooks(model, sharded)
+    if hasattr(optimizer, "fused_backward"):
         raise ConfigError(
-            f"{stepping} may update the model during the backward pass, before the step's gradient is complete; remove "
-            "it, and use an optimizer that acts in its step(), for example optim='adamw_torch'."
+            f"the optimizer {type(optimizer).__name__} updates the model during the backward pass, before the step's "
+            "gradient is complete; use one that acts in its step(), for example optim='adamw_torch'."
         )
 
 

@@ -32,6 +32,7 @@ from ..rollouts.tools import check_names, check_tools
 from ..rollouts.vllm import SENT
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
+from ..step.gradients import refuse_gradient_hooks
 from ..view import TrainerView
 from . import model as models
 from . import settings
@@ -165,11 +166,12 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     refuse_unknown_head(base_model_of(policy))
     models.refuse_adapters(policy)
     if method := view.overridden(*_UNUSED_HOOKS):
+        called = ", except where your own loss calls it" if view.overridden("compute_loss", "_compute_loss") else ""
         logger.warning(
-            f"{method} has no effect here: stock TRL calls it and grpo_ext does not. Loaders and losses are built in "
-            "batching.prompt_order and algorithms.losses."
+            f"{method} has no effect here{called}: stock TRL calls it and grpo_ext does not. Loaders and losses are "
+            "built in batching.prompt_order and algorithms.losses."
         )
-    models.check_optimizer(view.optimizer, policy)
+    models.check_optimizer(view.optimizer, policy, shards_parameters(view.accelerator))
     if view.use_vllm:
         check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
     uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
@@ -233,6 +235,7 @@ def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
 def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[str]) -> None:
     """Warn of what the promise leaves out; refuse parts that were replaced since the trainer was built."""
     refuse_overrides(view)
+    refuse_gradient_hooks(view.model, shards_parameters(view.accelerator))
     if view.args.bitwise_invariant:
         check_bitwise(view, rollouts)
     settings.check_replay(view)

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 
 from ..batching.micro_batches import Form, StepSizes, canonical_units, filled
 from ..batching.sizes import group_numbers
 from ..compat import checkpointing_layers, checkpoints_layers, images_among
 from ..config import GRPOConfig, forms_of
-from ..errors import ConfigError
+from ..errors import ConfigError, SplitDependentError
 from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import assigned
-from ..runtime.collectives import gather_in_group, max_over_processes, shards_parameters
+from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes, shards_parameters, together
 from ..runtime.out_of_memory import Halving
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
@@ -31,9 +32,12 @@ from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
 from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
+from .moving_buffers import moving_buffers
 from .routing import Routing
 from .rows import TokenRows, in_columns
 from .token_slice import refuse_other_forms
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class ForwardRunner:
         args: GRPOConfig,
         refused: Mapping[Form, str] | None = None,  # forms that no model of this run takes, with the reason
         suppressed: Sequence[torch.Tensor] = (),  # sets of token ids that sampling suppresses
-        make_rows: Callable[[Any], Sequence[TokenRows]] = lambda policy: (),  # on which a model's forms are compared
+        make_rows: Callable[..., Sequence[TokenRows]] = lambda policy, **options: (),  # on which a model is compared
     ) -> None:
         self.accelerator, self.args, self.suppressed, self.make_rows = accelerator, args, suppressed, make_rows
         multiple: Any = args.pad_to_multiple_of
@@ -97,12 +101,33 @@ class ForwardRunner:
         return runner
 
     def choose_forms(self, models: Sequence[Any]) -> None:
-        """Choose the forms of models that have none yet (they pad), with real weights; all processes together."""
+        """Choose the forms of models that have none yet (they pad), with real weights; all processes together.
+
+        The first model is the one that is trained; buffers that its forward moves are looked for too.
+        """
         for model in models:
             if not self.choice.is_compared(model):
+                if model is models[0]:
+                    self._check_buffers(model)
                 with self.without_gradients(model):
                     self.choice.compare(model, self.make_rows)
                 self.refuse_other_than_packs(model, self.choice.form(model))
+
+    def _check_buffers(self, model: Any) -> None:
+        policy, meeting = base_model_of(model), together("the comparison of buffers", self.sharded)
+        with self.without_gradients(model), torch.random.fork_rng([]), meeting:
+            rows = self.make_rows(policy, processor=None)[0]  # text alone, also where the model takes images
+            moved = moving_buffers(policy, lambda: self._forward(model, rows).logps_S, not self.sharded)
+        if not (names := sorted({*gather_lists(moved)})):
+            return
+        reason = (
+            f"a training forward moves the buffer {', '.join(names[:3])}, which later forwards read; train without the "
+            "module, or let it keep its buffers while it trains (its eval() does so for spectral_norm)"
+        )
+        if not self.args.allow_split_dependent:
+            remedy = "To train anyway, set allow_split_dependent=True."
+            raise SplitDependentError(f"the update would depend on the batch split: {reason}. {remedy}")
+        logger.warning(f"The promise that the split does not matter does not cover this run: {reason}.")
 
     def refuse_other_than_packs(self, model: Any, form: Form) -> None:
         refuse_other_forms(self.args.sequence_parallel_size, form, self.choice.described(model))

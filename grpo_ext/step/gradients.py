@@ -7,6 +7,10 @@ engines reduce by themselves.
 Accelerate's bookkeeping: inside `accumulate` a backward pass synchronises processes where `accelerator.step` reaches a
 multiple of `gradient_accumulation_steps`, and `accelerator.backward` divides the loss by that number. The loop outside
 sees one batch per optimizer step, so both are set here, before the first micro-batch, and put back after the last.
+
+A parameter takes part in a step if a completion that contributes uses it: the optimizer leaves one alone whose `.grad`
+is None. So fillers (micro-batches of weight zero) leave no trace, where this package adds the gradients up. Users'
+hooks on gradients run once, on the gradient of the step: what they return need not be a sum over micro-batches.
 """
 
 import functools
@@ -17,6 +21,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from ..errors import ConfigError
 from ..precision.fixed_point import FixedPointSum, check_terms
 from ..runtime import collectives
 from ..runtime.attributes import assigned
@@ -37,9 +42,26 @@ def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Modu
     return model
 
 
+def refuse_gradient_hooks(model: torch.nn.Module, sharded: bool) -> None:
+    """Refuse hooks on the gradients of parameters that cannot wait for the gradient of the step."""
+    for name, parameter in model.named_parameters():
+        late = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+        users = [hook for hook in late if not str(getattr(hook, "__module__", "")).startswith("deepspeed.")]
+        if users or (sharded and parameter._backward_hooks):
+            raise ConfigError(
+                f"a hook on the gradient of {name} would run during the backward pass, before the step's gradient is "
+                "complete; remove it, or register it with register_hook and train with DDP, where it runs once, on "
+                "the gradient of the step. An optimizer has to act in its step(), for example optim='adamw_torch'."
+            )
+
+
 def _used_anywhere(used: Sequence[bool], accelerator: Accelerator) -> list[bool]:
     used_here = torch.tensor(used, dtype=torch.int32, device=accelerator.device)
     return collectives.stack_over_processes(used_here).amax(0).bool().tolist()
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
 
 
 class NativeGradients:
@@ -48,9 +70,43 @@ class NativeGradients:
     def __init__(self, model: torch.nn.Module, accelerator: Accelerator) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.accelerator = accelerator
+        self._contributes = True  # the backward pass that runs
 
     def collecting(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def backward(self, run: Callable[[], None], contributes: bool = True) -> None:
+        """Run a backward pass without the hooks of users; one that does not contribute leaves no gradient."""
+        self._contributes = contributes
+        with ExitStack() as restoring:
+            for parameter in self.parameters.values():
+                if hooks := parameter._backward_hooks:
+                    restoring.callback(hooks.update, dict(hooks))
+                    hooks.clear()
+                if not contributes:
+                    restoring.callback(setattr, parameter, "grad", parameter.grad)
+                    parameter.grad = None
+                    restoring.callback(parameter.register_post_accumulate_grad_hook(_drop).remove)
+            run()
+
+    def run_hooks(self) -> None:
+        """Run the hooks of users once, on the gradient of the step; what the main process computes counts."""
+        accelerator, scaler, hooked = self.accelerator, self.accelerator.scaler, list[torch.Tensor]()
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        with collectives.together("hooks on gradients"), torch.no_grad():
+            for parameter in self.parameters.values():
+                gradient, hooks = parameter.grad, parameter._backward_hooks
+                if gradient is None or not hooks:
+                    continue
+                gradient = gradient / scale
+                for hook in [*hooks.values()]:
+                    returned = hook(gradient)
+                    gradient = gradient if returned is None else returned
+                # a hook may draw random numbers; the sum with -0.0 has the bits of the other term
+                parameter.grad = gradient * scale if accelerator.is_main_process else torch.full_like(gradient, -0.0)
+                hooked.append(parameter.grad)
+        if accelerator.num_processes > 1:
+            collectives.sum_in_place(hooked)
 
     def discard(self) -> None:
         for parameter in self.parameters.values():
@@ -83,7 +139,8 @@ class FixedPointGradients(NativeGradients):
     def collecting(self) -> Iterator[None]:
         def take(name: str, parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            self._sum_of(name).add(parameter.grad)
+            if self._contributes:
+                self._sum_of(name).add(parameter.grad)
             parameter.grad = None
 
         self._sums.clear()
@@ -123,8 +180,10 @@ class FixedPointGradients(NativeGradients):
 @contextmanager
 def accumulating(
     accelerator: Accelerator, gradients: NativeGradients | None, count: int, meets: bool = False
-) -> Iterator[Callable[[torch.Tensor], None]]:
+) -> Iterator[Callable[[torch.Tensor, float], None]]:
     """A context for the backward passes of a step, which it yields; at its end one sum over the processes.
+
+    A backward pass is given the loss and the weight of its micro-batch.
 
     The loss is scaled to undo two divisions: that of `accelerator.backward` by the accumulation steps (none under
     DeepSpeed), and the mean over processes of an engine that reduces in the backward pass. `gradients` is None where
@@ -143,8 +202,14 @@ def accumulating(
         steps = scale = 1 << count.bit_length()
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
+
+    def backward(loss: torch.Tensor, weight: float) -> None:
+        run = functools.partial(accelerator.backward, loss * scale, **options)
+        run() if gradients is None else gradients.backward(run, contributes=bool(weight))
+
     with collectives.together("the end of the micro-batches", meets, again=True), accumulation, collecting:
-        yield lambda loss: accelerator.backward(loss * scale, **options)
+        yield backward
     if gradients is not None:
         gradients.finish(count)
+        gradients.run_hooks()
         accelerator.sync_gradients = True  # the optimizer may step

@@ -23,7 +23,7 @@ from ..rollouts.batch import RolloutBatch
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import max_over_processes, together, uneven_collectives
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
-from .gradients import FixedPointGradients, NativeGradients
+from .gradients import FixedPointGradients, NativeGradients, refuse_gradient_hooks
 from .inputs import Collation, LossInputs, collate
 from .record import StepRecord
 from .settings import StepSettings
@@ -93,6 +93,9 @@ class Attempt:
 
     def end(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
         """Raise where the loss is not finite (`run` finds where that began); fill the record of a step run again."""
+        if not self.plan.rows:  # of fillers alone, whose gradients FSDP keeps
+            for parameter in self.model.parameters():
+                parameter.grad = None
         if not math.isfinite(loss):
             forwards, what = self.forwards, f"the loss of step {number} is {loss}"
             policy = forwards.accelerator.unwrap_model(self.model)
@@ -119,6 +122,8 @@ class StepPlanner:
     def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
         """Yield attempts, each with smaller micro-batches, until one fits into memory."""
         gradients, accelerator = None, self.forwards.accelerator
+        if settings.training:
+            refuse_gradient_hooks(model, self.forwards.sharded)
         if not self.forwards.sharded:  # else the engine adds them up
             kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
             gradients = kind(accelerator.unwrap_model(model), accelerator)

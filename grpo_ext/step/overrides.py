@@ -6,6 +6,7 @@ tokens and masks are used as they are and counted as TRL counts them. Outside a 
 """
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -82,6 +83,19 @@ class LossOverrides:
         if call is not None:
             micro_batch = _counted(call, replace(micro_batch, rows=rows, columns=inputs), scores.entropies)
         return assemble_loss(loss_config_of(self.view), micro_batch, scores)
+
+    def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, quantile: float) -> torch.Tensor | None:
+        """The tokens above the threshold of the step, for a loss that asks TRL's method; None outside a step."""
+        if self._call is None:
+            return None
+        threshold, share = self._call.micro_batch.step.entropy_threshold, self.view.top_entropy_quantile
+        if threshold is None or not math.isclose(quantile, 1 - share):
+            raise ConfigError(
+                f"get_high_entropy_mask was called with the quantile {quantile:g}, and top_entropy_quantile={share:g}: "
+                f"the threshold of a step is measured for {1 - share:g} alone, and that of a micro-batch would depend "
+                f"on the split. Set top_entropy_quantile={1 - quantile:g}."
+            )
+        return active_tokens(mask, entropies, threshold).bool()
 
     def _rows_of(self, inputs: Mapping[str, Any], call: _Call | None) -> TokenRows:
         """The rows of the micro-batch in progress, or those of tensors that a user made."""

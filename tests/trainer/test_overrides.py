@@ -5,6 +5,7 @@ every micro-batch size where the user's arithmetic allows it. Beside each is a r
 What is refused where processes have other shares is in tests/distributed/test_collectives.
 """
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -341,3 +342,58 @@ def test_the_same_tokens_in_other_tensors_keep_the_counts_of_the_step(tmp_path):
 def test_parts_and_masks_in_a_mean_over_prompts_are_refused(tmp_path, override):
     with pytest.raises(ConfigError, match="prompt_mean' needs whole groups; pass on all rows, and their masks"):
         build(tmp_path, GRPOTrainer, override, loss_aggregation="prompt_mean").train()
+
+
+class Gmpo:
+    """As one who has copied the loss of TRL's experimental trainer."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        from trl.experimental.gmpo import GMPOTrainer
+
+        return GMPOTrainer._compute_loss(self, model, inputs)
+
+
+class OfTheMicroBatch(TrlsLoss):
+    """A mask of the micro-batch, as TRL's method computes it."""
+
+    def get_high_entropy_mask(self, *args: Any) -> torch.Tensor:
+        return trl.GRPOTrainer.get_high_entropy_mask(self, *args)
+
+
+class OtherQuantile(TrlsLoss):
+    def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> torch.Tensor:
+        return super().get_high_entropy_mask(entropies, mask, 0.5)
+
+
+def with_quantile(folder: Any, mixin: type, size: int) -> torch.Tensor:
+    settings = {"num_iterations": 2, "per_device_train_batch_size": size, "top_entropy_quantile": 0.3}
+    return change(build(folder, GRPOTrainer, mixin, size, **settings))
+
+
+LOSSES = [TrlsLoss] + ([Gmpo] if importlib.util.find_spec("trl.experimental.gmpo") is not None else [])
+
+
+@pytest.mark.parametrize("mixin", LOSSES, ids=lambda mixin: mixin.__name__)
+def test_a_copied_loss_has_the_entropy_threshold_of_the_step(tmp_path, mixin):
+    expected = with_quantile(tmp_path / "16", mixin, 16)
+    for size in (4, 3):
+        assert error(expected, with_quantile(tmp_path / str(size), mixin, size)) < UPDATE
+    plain = change(build(tmp_path / "all", GRPOTrainer, mixin, num_iterations=2))
+    assert error(expected, plain) > DIFFERENT  # the quantile counts
+
+
+def test_a_mask_of_the_micro_batch_depends_on_its_size(tmp_path, caplog):
+    whole, parts = (with_quantile(tmp_path / str(size), OfTheMicroBatch, size) for size in (16, 4))
+    assert error(whole, parts) > DIFFERENT
+    assert "Own.get_high_entropy_mask has no effect here, except where your own loss calls it" in caplog.text
+
+
+def test_a_threshold_that_the_step_does_not_have_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"quantile 0.5, and top_entropy_quantile=0.3.*Set top_entropy_quantile=0.5"):
+        with_quantile(tmp_path, OtherQuantile, 4)
+
+
+def test_outside_a_step_the_entropy_mask_is_trls(tmp_path):
+    entropies, mask = torch.arange(8.0).view(2, 4), torch.ones(2, 4)
+    ours = build(tmp_path, GRPOTrainer).get_high_entropy_mask(entropies, mask, 0.5)
+    assert torch.equal(ours, entropies >= 3.5)

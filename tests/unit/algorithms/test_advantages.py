@@ -91,6 +91,46 @@ def test_max_rl_by_hand():
         estimated("max_rl", 1, NAN, -0.5, 0)
 
 
+EQUAL = ("group_standardized", "group_centered", "leave_one_out", "max_rl")
+RULES = [AdvantageRule(name) for name in EQUAL] + [AdvantageRule(scale_rewards=s) for s in ("group", "none", "batch")]
+RULES += [AdvantageRule(aggregation="normalize_then_sum")]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.estimator or f"{rule.scale_rewards} {rule.aggregation}")
+@given(
+    st.lists(st.floats(0.0078125, 1000, width=32), min_size=1, max_size=5),
+    st.integers(2, 33),
+    st.lists(st.sampled_from([0.3, 1.0, 2.7]), min_size=5, max_size=5),
+    st.integers(0, 40),
+)
+def test_equal_rewards_give_exactly_zero_in_float32(rule, rewards, generations, weights, unscored):
+    """Also of several functions, beside another group, and where some completions were not scored."""
+    equal = torch.tensor(rewards).expand(generations, -1).clone()
+    if unscored < generations:
+        equal[unscored] = NAN
+    others = equal * torch.arange(1.0, generations + 1)[:, None]
+    batch = equal if rule.aggregation == "normalize_then_sum" else torch.cat([equal, others])
+    weights_F = torch.tensor(weights[: len(rewards)])
+    advantages_B = rule.advantages(batch, weights_F, generations, ())
+    assert not advantages_B[:generations].any()
+
+
+def test_a_plain_mean_in_float32_does_not():
+    rewards = torch.full((1, 16), 100.3)
+    assert (rewards - rewards.mean(dim=1, keepdim=True)).any()
+
+
+@given(st.lists(st.floats(-1000, 1000, width=32), min_size=2, max_size=16).filter(lambda values: len({*values}) > 1))
+def test_other_rewards_have_the_bits_of_the_plain_formula(rewards):
+    rewards_PG = torch.tensor([rewards])
+    centred = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    assert torch.equal(advantages.group_centered(rewards_PG), centred)
+    count = len(rewards)
+    assert torch.equal(advantages.leave_one_out(rewards_PG), centred * count / (count - 1))
+    deviation = ((centred**2).sum(dim=1, keepdim=True) / (count - 1)).sqrt()
+    assert torch.equal(advantages.group_standardized(rewards_PG), centred / (deviation + EPSILON))
+
+
 @pytest.mark.parametrize("k", range(1, 6))
 @pytest.mark.parametrize("rewards", [(1, 0, 0, 0, 1, 0), (1, 1, 1, 1, 0, 1), (0, NAN, 1, 0, 0, NAN), (0,) * 6])
 def test_pass_at_k_compares_the_subsets_of_a_completion_with_all_subsets(rewards, k):

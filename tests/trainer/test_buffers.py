@@ -1,0 +1,134 @@
+"""Buffers that a training forward moves: refused by name where later forwards read them, else left as they are."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+from grpo_ext.errors import SplitDependentError
+from tests.support.tiny import tiny_model
+from tests.support.trainers import change, error, make
+from tests.tolerances import DIFFERENT, UPDATE
+
+
+class Around(nn.Module):
+    """A module in the place of an MLP, with a buffer."""
+
+    def __init__(self, inner: nn.Module, start: torch.Tensor) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("state", start)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.move(hidden.detach())
+        return self.read(self.inner(hidden))
+
+    def read(self, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+
+class Ema(Around):
+    """A running mean that is subtracted, replaced at each forward."""
+
+    def move(self, hidden: torch.Tensor) -> None:
+        self.state = 0.9 * self.state + 0.1 * hidden.mean((0, 1))
+
+    def read(self, output: torch.Tensor) -> torch.Tensor:
+        return output - self.state
+
+
+class Gated(Ema):
+    """The same behind a gate that starts at zero: only the gate's gradient reads the buffer."""
+
+    def __init__(self, inner: nn.Module, start: torch.Tensor) -> None:
+        super().__init__(inner, start)
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def read(self, output: torch.Tensor) -> torch.Tensor:
+        return output + self.gate * self.state
+
+
+class RunningInEvaluation(Ema):
+    """As BatchNorm: while it trains only the batch counts, so the buffer is read when it samples and evaluates."""
+
+    def read(self, output: torch.Tensor) -> torch.Tensor:
+        return output if self.training else output - self.state
+
+
+class Counter(Around):
+    def move(self, hidden: torch.Tensor) -> None:
+        self.state += 1
+
+
+class Cache(Around):
+    """Computes a table at the first forward, and as often as it is longer."""
+
+    def move(self, hidden: torch.Tensor) -> None:
+        if len(self.state) < hidden.size(-1):
+            self.state = torch.arange(float(hidden.size(-1))).cos()
+
+    def read(self, output: torch.Tensor) -> torch.Tensor:
+        return output * self.state if len(self.state) > 1 else output * torch.arange(float(output.size(-1))).cos()
+
+
+def model_with(kind: Any) -> Any:
+    model = tiny_model()
+    layer = model.model.layers[0]
+    if isinstance(kind, type):
+        layer.mlp = kind(layer.mlp, torch.zeros(1 if kind in (Counter, Cache) else model.config.hidden_size))
+    elif kind is not None:
+        kind(layer.mlp.up_proj)
+    return model
+
+
+MOVING = {
+    "parametrizations.weight.0._u": parametrizations.spectral_norm,
+    "weight_u": spectral_norm,
+    "layers.0.mlp.state": Ema,
+    "0.mlp.state": Gated,
+    "mlp.state": RunningInEvaluation,
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_a_buffer_that_changes_later_forwards_is_refused_by_name(tmp_path, name):
+    trainer = make(tmp_path, model_with(MOVING[name]))
+    before = {path: buffer.clone() for path, buffer in trainer.model.named_buffers()}
+    with pytest.raises(SplitDependentError, match=rf"moves the buffer \S*{name},.*allow_split_dependent=True"):
+        trainer.train()
+    assert all(torch.equal(buffer, before[path]) for path, buffer in trainer.model.named_buffers())
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_it_can_be_trained_with_a_warning_and_then_depends_on_the_split(tmp_path, caplog):
+    def update(size: int) -> torch.Tensor:
+        kept = {"allow_split_dependent": True, "per_device_train_batch_size": size, "max_steps": 2}
+        return change(make(tmp_path / str(size), model_with(parametrizations.spectral_norm), **kept))
+
+    assert error(update(16), update(4)) > DIFFERENT
+    assert "does not cover this run: a training forward moves the buffer" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [None, Counter, Cache])
+def test_buffers_that_change_nothing_train(tmp_path, kind):
+    def update(size: int) -> torch.Tensor:
+        return change(make(tmp_path / str(size), model_with(kind), per_device_train_batch_size=size, max_steps=2))
+
+    assert error(update(16), update(4)) < UPDATE
+
+
+def test_rope_that_follows_the_length_trains(tmp_path):
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = tiny_model("llama", rope_parameters=scaling, max_position_embeddings=32)
+    assert change(make(tmp_path, model)).any()
+
+
+def test_an_evaluating_spectral_norm_trains(tmp_path):
+    model = model_with(parametrizations.spectral_norm)
+    parametrization = model.model.layers[0].mlp.up_proj.parametrizations.weight[0]
+    parametrization.train = lambda mode=True: parametrization
+    parametrization.training = False
+    assert change(make(tmp_path, model)).any()
