@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from grpo_ext.algorithms import losses
+from grpo_ext.algorithms.load_balancing import load_balancing_loss, router_statistics
 from grpo_ext.algorithms.losses import (
     PPO_CLIPPED,
     LossConfig,
@@ -21,10 +22,8 @@ from grpo_ext.algorithms.losses import (
     clip_indicators,
     distillation_advantages,
     entropy_threshold,
-    load_balancing_loss,
     off_policy_keep,
     outside_trust_region,
-    router_statistics,
     token_loss,
     token_weights,
 )
