@@ -112,7 +112,8 @@ class Attempt:
             for micro_batch in again.micro_batches(step):
                 run(micro_batch)
         if again.shortage is not None:
-            raise MemoryShortageError(f"the step fits into memory, and does not when it runs again ({again.shortage}).")
+            what = "another run, to find what is not finite," if self.record is None else "its record"
+            raise MemoryShortageError(f"the step fits into memory, and {what} does not ({again.shortage}).")
 
     def check_gradient(self, norm: float | None) -> None:
         """Raise a PrecisionError where the norm of the step's gradient is not finite, on all processes together.
@@ -139,11 +140,11 @@ class Attempt:
         places = dict(gather_lists(causes))
         cause = "that of each completion by itself is finite, and their sum is not"
         if places:
-            names = ", ".join(f"{row} (prompt {self.rollout.groups[row]})" for row in sorted(places))
+            rows, prompts = sorted(places), sorted({self.rollout.groups[row] for row in places})
             cause = (
-                f"it comes from completion {names} of the step, counted from 0, and is first seen at the output of "
-                f"{places[min(places)]}; at the whole model's it is that of the loss. Look at the advantages and "
-                "importance ratios there, and at a loss of your own"
+                f"it comes from the completions {rows} of the step (prompts {prompts} of the rollout batch), counted "
+                f"from 0, and is first seen at the output of {places[rows[0]]}; at the whole model's it is that of the "
+                "loss. Look at the advantages and importance ratios there, and at a loss of your own"
             )
         raise PrecisionError(f"the norm of the gradient of step {number} is {norm}: {cause}.")
 
