@@ -138,7 +138,7 @@ class Attempt:
         with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
             self.run_again(step, parts, backward)
         places = dict(gather_lists(causes))
-        cause = "that of each completion by itself is finite, and their sum is not"
+        cause = "that of each completion by itself is finite, so their sum, or its norm, overflows"
         if places:
             rows, prompts = sorted(places), sorted({self.rollout.groups[row] for row in places})
             cause = (

@@ -78,6 +78,21 @@ def test_the_first_module_below_the_loss_is_named(tmp_path):
         trainer.train()
 
 
+class Huge(GRPOTrainer):
+    """Gradients whose squares overflow float32; they do not."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs) * 1e28
+
+
+def test_a_norm_that_overflows_ends_the_run(tmp_path):
+    trainer = make(tmp_path, cls=Huge)
+    before = parameters(trainer)
+    with pytest.raises(PrecisionError, match=r"step 1 is inf: that of each completion by itself is finite"):
+        trainer.train()
+    assert torch.equal(parameters(trainer), before)
+
+
 def test_in_bitwise_mode_the_run_ends_too(tmp_path):
     trainer = other(tmp_path, reward=varied, cls=OwnLoss, max_steps=4, bitwise_invariant=True, canonical_unit_size=4)
     give_completions(trainer, ROWS)
