@@ -217,9 +217,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         return torch.tensor(loss, device=self.accelerator.device)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Like transformers' method; the trail of the run has the norm of every step."""
+        """Like transformers' method, and checked; the trail of the run has the norm of every step."""
         norm = super()._get_grad_norm(model, grad_norm)
-        self._keeper.note_norm(norm, self._get_learning_rate())
+        number = self._keeper.note_norm(norm, self._get_learning_rate())
+        self._step_planner.latest.check_gradient(number)
         return norm
 
     def prediction_step(

@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from .policy_losses import POLICY_LOSSES, PPO_CLIPPED, check_loss_type, registered_loss
 
 _LARGEST_RATIO = 20.0  # that weights a token in a trust region (DPPO, section 5.4, in verl)
+_LARGEST_LOG_RATIO = 60.0  # where a loss does not depend on the ratio; float32 overflows from 88.7 on
 # the default aggregation of a loss type; "token_mean" for the others
 _USUAL_AGGREGATION = {
     "grpo": "sequence_mean",
@@ -213,6 +214,26 @@ def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor)
     return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
+def _bounded(
+    cfg: LossConfig, batch: TokenBatch, log_ratio: torch.Tensor, factors: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Bound log-ratios where the loss does not depend on them: their gradient is 0, which times infinity is NaN.
+
+    There a loss is clipped or saturated, or one of the `factors` that it is multiplied by is zero. Elsewhere, and up to
+    the bound, they stay as they are.
+    """
+    counted = math.prod(factors, start=batch.mask_BT)
+    if cfg.beta != 0.0 and cfg.use_bias_correction_kl:  # the KL term grows with the ratio
+        flat = batch.mask_BT == 0
+    elif cfg.loss_type == "sapo" or cfg.delta is not None:
+        flat = torch.ones_like(counted, dtype=torch.bool)
+    else:
+        flat = (batch.advantages >= 0) | (counted == 0)
+    if cfg.importance_sampling_level == "sequence":
+        flat = flat.all(1, keepdim=True)
+    return torch.where(flat, log_ratio.clamp(max=_LARGEST_LOG_RATIO), log_ratio)
+
+
 def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: torch.Tensor) -> TokenLoss:
     """The loss of each token by its type, before masks, corrections and the KL term."""
     logps, advantages = batch.logps_BT, batch.advantages
@@ -255,21 +276,27 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
     old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
     sampling = old if batch.sampling_logps_BT is None else batch.sampling_logps_BT
     per_token = cfg.importance_sampling_level == "token"
-    ratio = torch.exp(logps - old if per_token else _sequence_mean(logps - old, mask))
-    if not per_token and cfg.teacher_kl_coef is not None:
-        ratio = ratio.detach() * torch.exp(logps - logps.detach())  # each token its advantage (GSPO-token, 2507.18071)
-    tokens = _surrogate(cfg, batch, old, ratio)
-    loss, outside = tokens.loss_BT, None
+    factors, outside = list[torch.Tensor](), None
     if cfg.off_policy_mask_threshold is not None:
-        loss = loss * off_policy_keep(advantages, logps, sampling, mask, cfg.off_policy_mask_threshold)
+        factors.append(off_policy_keep(advantages, logps, sampling, mask, cfg.off_policy_mask_threshold))
     if cfg.sequence_mask_low is not None or cfg.sequence_mask_high is not None:
         low, high = cfg.sequence_mask_low or 0.0, cfg.sequence_mask_high or math.inf
         outside = outside_sequence_bounds(logps, sampling, mask, low, high)
-        loss = loss * ~outside
+        factors.append(~outside)
     if batch.entropy_keep_BT is not None:
-        loss = loss * batch.entropy_keep_BT
+        factors.append(batch.entropy_keep_BT)
     if cfg.correct_sampling and cfg.loss_type != "vespo" and batch.sampling_ratio is not None:
-        loss = loss * batch.sampling_ratio
+        factors.append(batch.sampling_ratio)
+    log_ratio = logps - old if per_token else _sequence_mean(logps - old, mask)
+    if batch.old_logps_BT is not None and cfg.trust_region is None:  # which bounds the ratio itself; else it is one
+        log_ratio = _bounded(cfg, batch, log_ratio, factors)
+    ratio = torch.exp(log_ratio)
+    if not per_token and cfg.teacher_kl_coef is not None:
+        ratio = ratio.detach() * torch.exp(logps - logps.detach())  # each token its advantage (GSPO-token, 2507.18071)
+    tokens = _surrogate(cfg, batch, old, ratio)
+    loss = tokens.loss_BT
+    for factor in factors:
+        loss = loss * factor
     kl = None
     if cfg.beta != 0.0 and batch.ref_logps_BT is not None:
         # the k3 estimator of KL(policy || reference) per token (Schulman, "Approximating KL divergence", 2020)
@@ -347,35 +374,3 @@ def adapted_entropy_coefficient(
     if entropy <= target:
         return min(coefficient + delta, highest)
     return max(coefficient - delta, lowest)
-
-
-def load_balancing_loss(router_probs_E: torch.Tensor, expert_share_E: torch.Tensor, rows: float) -> torch.Tensor:
-    """A micro-batch's part of the load-balancing loss of the step (Switch Transformers, arXiv 2101.03961, eq. 4-6).
-
-    With the share of each expert fixed step-wide, the loss is linear in the router probabilities, hence a sum. A row is
-    a token in a layer: probabilities are summed over the micro-batch's rows, shares are per row of the step.
-    """
-    return len(router_probs_E) * (expert_share_E * router_probs_E).sum() / max(rows, 1)
-
-
-def router_statistics(
-    router_logits: tuple[torch.Tensor, ...], counts_BT: torch.Tensor, top_k: int
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Sums over the real tokens of a micro-batch and all layers (transformers: `load_balancing_loss_func`).
-
-    Returns how often each expert was chosen (E,), float64 without gradient; summed probabilities (E,) with gradient;
-    and the number of rows. Logits are (tokens, E) per layer. A count is above 1 for a prompt of several completions.
-    """
-    flat = counts_BT.reshape(-1)
-    real = flat > 0
-    times, device = flat[real], router_logits[0].device
-    chosen, probs = [], []
-    for logits in router_logits:
-        layer_probs = torch.softmax(logits.float(), dim=-1)[real.to(logits.device)]
-        weights = times.to(layer_probs)
-        picked = torch.topk(layer_probs, top_k, dim=-1).indices.reshape(-1)
-        layer_chosen = torch.zeros(logits.size(-1), dtype=torch.float64, device=logits.device)
-        layer_chosen.index_add_(0, picked, weights.double().repeat_interleave(top_k))  # deterministic, on CUDA too
-        chosen.append(layer_chosen.to(device))
-        probs.append((layer_probs * weights[:, None]).sum(0).to(device))
-    return sum(chosen[1:], chosen[0]), sum(probs[1:], probs[0]), int(flat.sum()) * len(router_logits)

@@ -301,7 +301,8 @@ def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
     if lag:  # the thread has a copy of the one, and reads the others while it samples
         values["ref_model"] = view.ref_model
         if not (view.args.sync_ref_model or shards_parameters(view.accelerator)):
-            values["the weights of ref_model"] = weight_sums(view.ref_model)
+            # of two parameters, because this runs for every rollout batch; what moves a reference moves all of it
+            values["the weights of ref_model"] = weight_sums(view.ref_model, ends=True)
         values |= {f"vllm_generation.{name}": copy.copy(getattr(engine, name, None)) for name in SENT}
     return values
 

@@ -144,8 +144,10 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     if batch.slice is not None:
         group, values = batch.slice.group, [logps_S] if entropies_S is None else [logps_S, entropies_S]
         logps_S, entropies_S = [*batch.slice.whole(torch.stack(values, dim=1)).unbind(1), None][:2]
-    router = RouterOutput(routers, batch.counts_BL, group) if routers else None
-    return LogProbs(logps_S, entropies_S, router, batch.places_2S, batch.targets.routing)
+    routing = batch.targets.routing
+    replayed = None if routing is None else routing.experts_NC
+    router = RouterOutput(routers, batch.counts_BL, group, replayed) if routers else None
+    return LogProbs(logps_S, entropies_S, router, batch.places_2S, routing)
 
 
 def run_rows(

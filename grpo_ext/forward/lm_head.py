@@ -16,7 +16,7 @@ from accelerate.utils import send_to_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 
-from ..algorithms.losses import load_balancing_loss, router_statistics
+from ..algorithms.load_balancing import load_balancing_loss, router_statistics
 from ..compat import triton_head
 from ..errors import ModelError
 from ..runtime.attributes import replace_forward
@@ -84,10 +84,11 @@ class RouterOutput(NamedTuple):
     logits: tuple[torch.Tensor, ...]
     counts_BL: torch.Tensor
     group: SequenceGroup | None = None  # whose members hold the logits of other tokens
+    experts_NC: torch.Tensor | None = None  # those of `Routing` that were replayed
 
     def statistics(self, top_k: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """`router_statistics` of the whole forward."""
-        chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k)
+        chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k, self.experts_NC)
         if self.group is None:
             return chosen, probs, rows
         total = self.group.total(torch.cat([chosen, chosen.new_tensor([rows])]))

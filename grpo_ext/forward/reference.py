@@ -133,9 +133,10 @@ class MovedReference:
             self.view.accelerator.unwrap_model(self.view.ref_model).load_state_dict(state)
 
 
-def weight_sums(model: Any) -> list[float]:
-    """A sum for each parameter, by which a change shows; empty without a model."""
-    parameters = [] if model is None else model.parameters()
+def weight_sums(model: Any, ends: bool = False) -> list[float]:
+    """A sum for each parameter, or for the first and the last, by which a change shows; empty without a model."""
+    parameters = [] if model is None else list(model.parameters())
+    parameters = parameters[:: len(parameters) - 1 or 1] if ends else parameters
     return [float(parameter.detach().sum(dtype=torch.float64)) for parameter in parameters]  # of several devices
 
 

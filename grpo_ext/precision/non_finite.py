@@ -1,12 +1,12 @@
 """Finds where a number that is not finite came from: the weights, the first module that produced it, or the loss.
 
-A loss scale can fix gradients that overflow, but not a forward pass. Runs only after a step's loss was not finite,
-before the optimizer acts on it.
+A loss scale can fix gradients that overflow, but not a forward pass. Runs only after a step's loss, or the norm of its
+gradient, was not finite, before the optimizer acts on it; and before weights are written.
 """
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,28 +14,55 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PrecisionError
-from ..runtime.collectives import gather_lists
+from ..runtime.collectives import gather_lists, local_part, together
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
 def is_finite(value: Any) -> bool:
-    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return all(bool(tensor.isfinite().all()) for tensor in _tensors(value))
 
 
 def bad_weight(model: torch.nn.Module) -> str | None:
     return next((name for name, parameter in model.named_parameters() if not is_finite(parameter.detach())), None)
 
 
+@torch.no_grad()
+def bad_weights(model: torch.nn.Module) -> list[str]:
+    """The trained weights of which this process's part is not finite; found without a copy of them."""
+    parts = [(name, local_part(p)) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, part in parts if part.numel() and not torch.linalg.vector_norm(part, torch.inf).isfinite()]
+
+
+def refuse_bad_weights(model: torch.nn.Module, before: Sequence[str], step: int) -> None:
+    """Raise a PrecisionError where trained weights became not finite, on all processes together."""
+    with together("the trained weights"):
+        if names := [name for name in bad_weights(model) if name not in before]:
+            raise PrecisionError(
+                f"after step {step} trained weights are not finite, {names[0]} and {len(names) - 1} others, so no "
+                "checkpoint of them is written; resume from an earlier one, with a lower learning_rate."
+            )
+
+
 @contextmanager
-def first_module(model: torch.nn.Module) -> Iterator[list[tuple[int, str]]]:
-    """Inside, the list gets number and name of the first module with finite inputs and another output; inner first."""
+def first_module(model: torch.nn.Module, backward: bool = False) -> Iterator[list[tuple[int, str]]]:
+    """Inside, the list gets number and name of the first module with finite inputs and another output; inner first.
+
+    In a backward pass: of every module whose output has a gradient that is not finite, from the loss on.
+    """
     first: list[tuple[int, str]] = []
     ran = itertools.count()
 
     def look(module: torch.nn.Module, inputs: Any, output: Any, name: str) -> None:
-        number = next(ran)
-        if not first and not is_finite(output) and is_finite(inputs):
-            first.append((number, f"{name or 'the model'} ({type(module).__name__})"))
+        place = next(ran), f"{name or 'the model'} ({type(module).__name__})"
+        if backward:
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: None if is_finite(gradient) else first.append(place))
+        elif not first and not is_finite(output) and is_finite(inputs):
+            first.append(place)
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():

@@ -30,6 +30,7 @@ from ..errors import CheckpointError, MemoryShortageError
 from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
+from ..precision.non_finite import bad_weights, refuse_bad_weights
 from ..rollouts.ahead import describe_lag
 from ..rollouts.keyed import most_kept
 from ..rollouts.settings import truncating_filters
@@ -91,6 +92,7 @@ class RunKeeper(TrainerCallback):
         self.writing_to: str | None = None  # the folder in which a checkpoint is being written
         self._log, self._trail = RunLog(), trail
         self._noted: dict[str, float] = {}  # values of the step in progress
+        self._bad_before: list[str] = []  # trained weights that began so: a bias of -inf bans a token
         self._lock: FileLock | None = None  # on the run's folder, on the main process
         self._last_folder, self._user_output_dir = "", ""  # of this trainer's last run
 
@@ -115,6 +117,7 @@ class RunKeeper(TrainerCallback):
         """Load the states of a checkpoint into the components, after the loop has set its sums to zero."""
         if state.global_step:
             logger.info(f"Resuming after step {state.global_step} of {state.max_steps}.")
+        self._bad_before = bad_weights(self.view.policy)
         states, self._states = self._states, {}
         with folders.explaining_format(str(self.checkpoint)):
             for name in list(states):
@@ -141,10 +144,12 @@ class RunKeeper(TrainerCallback):
         counted = {f"counts/{name}": total for name, total in totals.items() if total is not None}
         self._noted = {"loss": loss, **counted, "counts/run": run, **values}
 
-    def note_norm(self, norm: float | None, learning_rate: float) -> None:
-        """Note the norm of a step's gradient before clipping, for the trail: the host waits for it."""
+    def note_norm(self, norm: Any, learning_rate: float) -> float | None:
+        """Note the norm of a step's gradient before clipping for the trail, and return it; the host waits for it."""
+        number = None if norm is None else float(norm)
         if self.args.trail:
-            self._noted |= {"learning_rate": learning_rate} | ({} if norm is None else {"grad_norm": float(norm)})
+            self._noted |= {"learning_rate": learning_rate} | ({} if number is None else {"grad_norm": number})
+        return number
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs is not None:
@@ -271,6 +276,7 @@ class RunKeeper(TrainerCallback):
                 self.view.save_random_states(states)
                 # a callback may have stopped the run in that evaluation; the loop reads only random states from here
                 yield None if self.view.control.should_training_stop else {"resume_from_checkpoint": states}
+        refuse_bad_weights(self.view.policy, self._bad_before, self.view.state.global_step)
 
     def evaluate_late(self, trial: Any) -> None:
         self.watch.evaluation_due = False
@@ -368,6 +374,7 @@ class RunKeeper(TrainerCallback):
     @contextlib.contextmanager
     def saving(self, final: Path) -> Iterator[None]:
         """The Trainer writes a checkpoint to `writing_to`; afterwards `final` is complete or absent."""
+        refuse_bad_weights(self.view.policy, self._bad_before, self.view.state.global_step)
         states: dict[str, Any] | None = None
         if not self.args.save_only_model:
             states = {name: part.state_dict() for name, part in self._components.items()}

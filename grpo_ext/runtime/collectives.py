@@ -343,6 +343,11 @@ def whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def local_part(parameter: Any) -> torch.Tensor:
+    """What this process holds of a parameter, which FSDP or ZeRO-3 may have cut."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else getattr(parameter, "ds_tensor", parameter)
+
+
 def shards_parameters(accelerator: Accelerator) -> bool:
     """Whether a forward is itself a collective (FSDP, DeepSpeed), so that all processes need the same number."""
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from ..algorithms.load_balancing import load_balancing_loss
 from ..algorithms.losses import (
     LossConfig,
     TokenBatch,
     TokenLoss,
     clip_indicators,
     distillation_advantages,
-    load_balancing_loss,
     token_loss,
     token_weights,
 )

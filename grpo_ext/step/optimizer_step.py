@@ -5,23 +5,25 @@ forward, and the number of micro-batches may differ between processes. `StepPlan
 and plans attempts with them; `training_step` runs them.
 """
 
+import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
-from ..errors import MemoryShortageError
+from ..errors import MemoryShortageError, PrecisionError
 from ..forward.runner import ForwardRunner
-from ..precision.non_finite import explaining
+from ..precision.non_finite import explaining, first_module
 from ..rollouts.batch import RolloutBatch
+from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import max_over_processes, together, uneven_collectives
+from ..runtime.collectives import gather_lists, max_over_processes, together, uneven_collectives
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
 from .gradients import FixedPointGradients, NativeGradients, refuse_gradient_hooks
 from .inputs import Collation, LossInputs, collate
@@ -46,6 +48,7 @@ class Attempt:
     gradients: NativeGradients | None = None  # None where an engine (FSDP, DeepSpeed) adds them up
     record: StepRecord | None = None  # where the step is run again
     shortage: str | None = None  # why memory ran out, on this process or another
+    _ended: tuple[int, StepContext, Callable[[LossInputs], Any]] = field(init=False)  # arguments of `end`
     _current: MicroBatch = field(default=MicroBatch(()), init=False)
 
     @contextmanager
@@ -99,11 +102,54 @@ class Attempt:
         if not math.isfinite(loss):
             forwards, what = self.forwards, f"the loss of step {number} is {loss}"
             policy = forwards.accelerator.unwrap_model(self.model)
-            with explaining(what, policy, forwards.args.fp16, forwards.sharded), self.running():
-                for micro_batch in self.micro_batches(step):
-                    run(micro_batch)
+            with explaining(what, policy, forwards.args.fp16, forwards.sharded):
+                self.run_again(step, self.plan.micro_batches, run)
         if self.record is not None:
             self.record.take(self, step, run)
+        self._ended = number, step, run
+
+    def run_again(self, step: StepContext, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
+        """Run the same step, perhaps cut in another way, in the same form."""
+        again = replace(self, plan=replace(self.plan, micro_batches=parts), gradients=None)
+        with again.running():
+            for micro_batch in again.micro_batches(step):
+                run(micro_batch)
+        if again.shortage is not None:
+            what = "another run, to find what is not finite," if self.record is None else "its record"
+            raise MemoryShortageError(f"the step fits into memory, and {what} does not ({again.shortage}).")
+
+    def check_gradient(self, norm: float | None) -> None:
+        """Raise a PrecisionError where the norm of the step's gradient is not finite, on all processes together.
+
+        The completions run one by one again, to find those that it comes from. In fp16 the loss scaler decides.
+        """
+        # for such a norm DeepSpeed has -1 or infinity
+        if norm is None or 0 <= norm < math.inf or self.forwards.accelerator.mixed_precision == "fp16":
+            return
+        number, step, run = self._ended
+        accelerator, (first, *_) = self.forwards.accelerator, self.plan.micro_batches
+        parts = [MicroBatch((row,)) for part in self.plan.micro_batches if part.weight for row in part.rows]
+        # where a forward or an override is a collective, every process runs as many
+        parts += [MicroBatch(first.rows[:1], 0.0)] * (max_over_processes(len(parts)) - len(parts))
+        causes: list[tuple[int, str]] = []
+
+        def backward(micro_batch: LossInputs) -> None:
+            with first_module(accelerator.unwrap_model(self.model), backward=True) as modules:
+                accelerator.backward(run(micro_batch))
+            causes.extend((micro_batch.part.rows[0], module) for _, module in modules[:1])
+
+        with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
+            self.run_again(step, parts, backward)
+        places = dict(gather_lists(causes))
+        cause = "that of each completion by itself is finite, so their sum, or its norm, overflows"
+        if places:
+            rows, prompts = sorted(places), sorted({self.rollout.groups[row] for row in places})
+            cause = (
+                f"it comes from the completions {rows} of the step (prompts {prompts} of the rollout batch), counted "
+                f"from 0, and is first seen at the output of {places[rows[0]]}; at the whole model's it is that of the "
+                "loss. Look at the advantages and importance ratios there, and at a loss of your own"
+            )
+        raise PrecisionError(f"the norm of the gradient of step {number} is {norm}: {cause}.")
 
 
 @dataclass
@@ -113,8 +159,10 @@ class StepPlanner:
     collation: Collation
     cost: TokenCost  # by which groups are assigned to processes
     limits: MicroBatchLimits  # those of training
+    metrics: dict[str, MutableMapping[str, list[float]]]  # that TRL logs, of training and of evaluations
     eval_limits: MicroBatchLimits = field(init=False)
     record: StepRecord | None = field(default=None, init=False)  # of the step that is run again
+    latest: Attempt = field(init=False)
 
     def __post_init__(self) -> None:
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
@@ -128,7 +176,8 @@ class StepPlanner:
             kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
             gradients = kind(accelerator.unwrap_model(model), accelerator)
         for number in itertools.count():
-            attempt = Attempt(
+            logged = copy.deepcopy(self.metrics)
+            self.latest = attempt = Attempt(
                 model=model,
                 rollout=rollout,
                 settings=settings,
@@ -142,6 +191,9 @@ class StepPlanner:
             yield attempt
             if attempt.shortage is None:
                 return
+            for mode, metrics in self.metrics.items():  # an override logs again
+                metrics.clear()
+                metrics.update(logged[mode])
             clear_device_cache(garbage_collection=True)
             self._shrink(attempt, number)
 

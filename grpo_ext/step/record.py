@@ -5,7 +5,7 @@ once the parameters hold the gradient of the step.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
-from ..errors import MemoryShortageError
 from ..rollouts.batch import SAMPLER_LOGPS, TEACHER_LOGPS, RolloutBatch
 from ..runtime.collectives import gather_lists, whole
 from .inputs import LossInputs
@@ -83,7 +82,7 @@ class StepRecord:
 
         def forward(parts: Sequence[MicroBatch]) -> None:
             with attempt.forwards.without_gradients(policy):
-                _run(attempt, step, parts, run)
+                attempt.run_again(step, parts, run)
 
         forward(further)
         self.forward_again = lambda: forward([*attempt.plan.micro_batches, *further])
@@ -103,7 +102,7 @@ class StepRecord:
 
         rows = [MicroBatch((row,)) for part in attempt.plan.micro_batches if part.weight for row in part.rows]
         try:
-            _run(attempt, step, rows, backward)
+            attempt.run_again(step, rows, backward)
         finally:
             for parameter, gradient in of_step:
                 parameter.grad = gradient
@@ -113,16 +112,6 @@ class StepRecord:
         for tokens, gradients in gather_lists([(self.tokens, self.gradients)]):
             self.tokens |= tokens
             self.gradients |= gradients
-
-
-def _run(attempt: "Attempt", step: StepContext, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
-    """Run the same step, cut in another way, in the same form."""
-    other = replace(attempt, plan=replace(attempt.plan, micro_batches=parts), gradients=None)
-    with other.running():
-        for micro_batch in other.micro_batches(step):
-            run(micro_batch)
-    if other.shortage is not None:
-        raise MemoryShortageError(f"the step fits into memory, and its record does not ({other.shortage}).")
 
 
 def _dot(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -57,7 +57,7 @@ class Gradients(TrainerCallback):
         self.share = max(self.share, sum(held.values()) / whole)
 
 
-def save(folder: Path, number: int, trainer: Any, share: float, saves_shards: bool) -> None:
+def save(folder: Path, number: int, trainer: Any, share: float, saves_shards: bool, error: str | None = None) -> None:
     """Write what a run has learned and logged; the engine does not put weights together that it saves in shards."""
     state = {} if saves_shards else trainer.accelerator.get_state_dict(trainer.model_wrapped)
     parameters = list(trainer.model.parameters())
@@ -68,6 +68,7 @@ def save(folder: Path, number: int, trainer: Any, share: float, saves_shards: bo
             "engine": trainer.accelerator.distributed_type.value,
             "log": trainer.state.log_history,
             "gradients": share,
+            "error": error,
             "sharded": any(type(p).__name__ == "DTensor" or hasattr(p, "ds_id") for p in parameters),
         }
         (folder / f"{number}.json").write_text(json.dumps(about, default=float))
@@ -77,6 +78,7 @@ def main(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from grpo_ext import GRPOConfig, GRPOTrainer
+    from grpo_ext.errors import PrecisionError
     from grpo_ext.step import gradients
     from tests.support import tool_runs
     from tests.support.cases import LORA
@@ -110,12 +112,20 @@ def main(folder: Path) -> None:
             trainer.accelerator.scaler.value, trainer.accelerator.scaler.patience = 1024.0, 1
             if args.process_index == args.world_size - 1:
                 trainer.add_callback(Overflow(1))
+        elif run["spoiled"] and args.process_index == args.world_size - 1:
+            trainer.add_callback(Overflow(1))
         trainer.add_callback(held := Gradients())
         # the control: gradients that wait for the last micro-batch
         kinds = SimpleNamespace(FSDP=None, DEEPSPEED=DistributedType.DEEPSPEED)
+        error = None
         with mock.patch.object(gradients, "DistributedType", kinds) if run["whole"] else nullcontext():
-            trainer.rerun(3) if run["again"] else trainer.train(resume_from_checkpoint=run["resume"])
-        save(folder, number, trainer, held.share, saves_shards=bool(run["env"]))
+            try:
+                trainer.rerun(3) if run["again"] else trainer.train(resume_from_checkpoint=run["resume"])
+            except PrecisionError as caught:
+                if not run["spoiled"]:
+                    raise
+                error = str(caught)
+        save(folder, number, trainer, held.share, bool(run["env"]), error)
         trainer.accelerator.wait_for_everyone()
 
 

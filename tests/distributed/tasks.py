@@ -6,6 +6,7 @@ A test that compares with one process calls a task itself.
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -15,11 +16,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from accelerate import PartialState
 from datasets import IterableDataset
+from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
+from grpo_ext.errors import PrecisionError
 from grpo_ext.forward import forms
 from grpo_ext.forward.attention import PackRefused
 from grpo_ext.run.rerun import STEP
@@ -28,7 +32,7 @@ from tests.support.images import Gallery, calling, image_model, image_processor,
 from tests.support.launch import leave
 from tests.support.own_generate import Sampler
 from tests.support.tiny import letter_reward, prompts, tiny_model
-from tests.support.trainers import change, log_of, make
+from tests.support.trainers import change, log_of, make, on, parameters
 
 RANK = int(os.environ.get("RANK", "0"))
 LOGGED = ("letters", "eval_letters", "rewards", "eval_rewards", "reward", "eval_reward")
@@ -230,6 +234,33 @@ def step_again(folder: Path) -> tuple[str, dict[str, Any], list[dict[str, Any]]]
     return again.text, about, rows
 
 
+class Spoiled(GRPOTrainer):
+    """The second process has a gradient that is not finite in the second step, and a finite loss."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss + 0 * (loss - loss.detach()).sqrt() if RANK and self.state.global_step else loss
+
+
+def not_finite(folder: Path, cls: Any = GRPOTrainer, **changes: Any) -> tuple[str, bool, list[str]]:
+    """The error that ends a run in its second step, whether that has moved a weight, and the checkpoints."""
+    trainer, weights = trainer_of(folder, cls=cls, save_strategy="steps", save_steps=1, **changes), list[torch.Tensor]()
+    trainer.add_callback(on("on_step_begin", lambda state: weights.append(parameters(trainer))))
+    with pytest.raises(PrecisionError) as caught:
+        trainer.train()
+    trainer.accelerator.wait_for_everyone()
+    moved = not torch.equal(weights[-1], parameters(trainer))
+    return str(caught.value), moved, [path.name for path in (folder / "out").glob("*checkpoint-*")]
+
+
+def infinite_rate(folder: Path) -> tuple[str, bool, list[str]]:
+    def spoil(self: Any, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        for group in optimizer.param_groups if state.global_step else ():
+            group["lr"] = math.inf
+
+    return not_finite(folder, callbacks=[type("Rate", (TrainerCallback,), {"on_pre_optimizer_step": spoil})()])
+
+
 def save(folder: Path, result: Any) -> None:
     torch.save(result, folder / f"rank_{RANK}.pt")
 
@@ -247,6 +278,8 @@ TASKS: dict[str, Callable[[Path], Any]] = {
     "images": lambda folder: shown_images(folder, 3),
     "shared disk": shared_disk,
     "step again": step_again,
+    "gradient": functools.partial(not_finite, cls=Spoiled),
+    "weights": infinite_rate,
     **{what: functools.partial(packs_on_one, what=what) for what in ("fault", "refusal")},
     **{f"changed, {n} groups": functools.partial(changed_rollouts, groups=n) for n in (3, 1)},
 }

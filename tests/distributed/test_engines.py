@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ class Job:
     whole: bool = False  # gradients are not reduced before the last micro-batch
     tools: bool = False  # which processes are done with in different turns
     again: str | None = None  # the job whose third step runs again
+    spoiled: bool = False  # the last process has a gradient that is not finite in the second step
     shared: bool = False  # two processes share each completion, where an engine on two processes takes that
 
 
@@ -84,6 +86,7 @@ FEW = [
     Job("whole", {"max_steps": 2}, whole=True),  # the control of FSDP2's gradients
     Job("lora_random", {**FEW_ROWS, "beta": 0.1}, lora=True, start=False),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
+    Job("spoiled", SAVED, spoiled=True),
     Job("fp16", FP16),  # with an overflow on the last process
     Job("shared", {"beta": 0.1, "gradient_checkpointing": True, "max_steps": 2}, model="moe", shared=True),
     Job("resumed", SAVED, resume="saved/checkpoint-1"),
@@ -114,6 +117,7 @@ class Outcome:
     engine: str
     sharded: bool
     gradients: float
+    error: str | None = None
 
 
 def prepare(folder: Path, model: Path, jobs: list[Job], shares: bool = False) -> None:
@@ -236,7 +240,9 @@ ENGINES = [
 KIND = {"fsdp2": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_CPU"}
 MODEL_OF = {job.name: job.model for job in ALL}
 ALIKE = [
-    job.name for job in ALL if not (job.name in ("seed", "fp16") or job.whole or job.env or job.resume or job.again)
+    job.name
+    for job in ALL
+    if not (job.name in ("seed", "fp16") or job.spoiled or job.whole or job.env or job.resume or job.again)
 ]
 
 
@@ -342,6 +348,17 @@ def test_an_overflow_on_one_process_skips_the_step_on_all(launches, engine):
     assert all(bool(torch.isfinite(value).all()) for value in result.state.values())
     initial = dict(tiny_model().named_parameters())
     assert any(not torch.equal(value, initial[name]) for name, value in result.state.items() if name in initial)
+
+
+@pytest.mark.parametrize(("engine", "processes"), ENGINES[:4])
+def test_a_gradient_that_is_not_finite_on_one_process_ends_the_run_on_all(launches, folder, engine, processes):
+    result = launches(engine, processes)["spoiled"]
+    assert re.match(r"the norm of the gradient of step 2 is (nan|inf|-1): it comes from completion \d+", result.error)
+    assert "at the output of model.layers.0.mlp (Qwen2MLP)" in result.error
+    assert all(bool(torch.isfinite(value).all()) for value in result.state.values())
+    assert [path.name for path in (folder / f"{engine}_{processes}" / "spoiled").glob("checkpoint-*")] == [
+        "checkpoint-1"
+    ]
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """Two real processes through the configuration file that ships with the recipes."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,19 @@ def test_rows_with_keys_of_their_own_give_reward_functions_the_same_on_two_proce
         late = [] if base is GRPOTrainer else ["late"]
         assert {call[1] for call in alone} == {("a", "b", "c", "d", *late)}
         assert (len(alone), len(set(alone)), len(second[name])) == (16, 4, 8)
+
+
+def test_what_is_not_finite_on_one_process_ends_the_run_on_both(both):
+    first, second = both["gradient"]
+    assert first == second
+    error, moved, checkpoints = first
+    assert re.match(r"the norm of the gradient of step 2 is nan: it comes from the completions \[\d+", error)
+    assert not moved
+    assert checkpoints == ["checkpoint-1"]
+    first, second = both["weights"]
+    assert first == second
+    assert first[0].startswith("after step 2 trained weights are not finite")
+    assert first[2] == ["checkpoint-1"]
 
 
 def test_every_completion_is_scored_once(four_groups):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from grpo_ext.algorithms.losses import router_statistics
+from grpo_ext.algorithms.load_balancing import router_statistics
 from grpo_ext.batching.micro_batches import Form
 from grpo_ext.forward.architecture import base_model_of
 from grpo_ext.forward.forms import in_form, run_rows

@@ -146,6 +146,22 @@ def other_reference(trainer: Any) -> None:
         trainer.ref_model.model.embed_tokens.weight.mul_(1.5)
 
 
+def test_a_lag_reads_two_parameters_of_a_fixed_reference(tmp_path, monkeypatch):
+    """What moves a reference moves all of it, so a rollout batch does not cost a sum of each parameter."""
+    trainer, sums = make(tmp_path, tiny_model(), beta=0.1, rollout_lag=1, max_steps=4), []
+    inner = torch.Tensor.sum
+    reference = {parameter.data_ptr() for parameter in trainer.ref_model.parameters()}
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sums.extend([tensor.data_ptr()] if tensor.data_ptr() in reference else [])
+        return inner(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "sum", counted)
+    trainer.train()
+    assert len(set(sums)) == 2 < len(reference)
+    assert len(sums) == 2 * 4  # of each rollout batch
+
+
 def scored() -> dict[str, Any]:
     """The parts of a run with a reward model."""
     return {"reward_funcs": tiny_scorer(), "reward_processing_classes": tiny_tokenizer()}

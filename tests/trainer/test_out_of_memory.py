@@ -70,6 +70,32 @@ def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, caplog, monkey
     assert error(expected, change(limited(tmp_path / "c", **settings))) > 1e-3  # they have to be
 
 
+class Logging(Limited):
+    """Logs a value of every micro-batch, and one of the first alone, whose attempt fails."""
+
+    def check(self, loss: torch.Tensor) -> None:
+        for mode in ("train", "eval"):
+            self._metrics[mode]["attempts"].append(float(self.attempts))
+        if self.attempts == 1:
+            self._metrics["train"]["only the first"].append(1.0)
+
+
+def test_what_an_override_logs_of_an_attempt_that_failed_is_not_logged(tmp_path):
+    trainer = limited(tmp_path / "a", max_steps=1)
+    trainer.__class__ = Logging
+    trainer.train()
+    line = trainer.state.log_history[0]
+    assert trainer.failures == 2  # 8 -> 4 -> 2 completions
+    attempts = range(trainer.failures + 1, trainer.attempts + 1)
+    assert line["attempts"] == sum(attempts) / len(attempts)
+    assert trainer._metrics["eval"]["attempts"] == list(attempts)
+    assert "only the first" not in line
+    whole = limited(tmp_path / "b", max_steps=1)  # the control: where all fits, all is logged
+    whole.__class__, whole.most = Logging, 16
+    whole.train()
+    assert whole.state.log_history[0]["only the first"] == 1.0
+
+
 class Watched(Limited):
     """Notes how many losses of earlier micro-batches, and so their graphs, are alive when another one begins."""
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from grpo_ext.errors import ModelError
 from grpo_ext.forward.forms import in_form, run_rows, why_no_prefix, why_not_packed
-from grpo_ext.forward.routing import LIVE, Routing, install_routers
+from grpo_ext.forward.routing import LIVE, Routing, install_routers, routers_of
 from tests.support.architectures import architecture
 from tests.support.packs import SHAPES, apart, gradient, rows_of, scoring
 from tests.tolerances import DIFFERENT, FLOAT32_SUMS
@@ -114,3 +114,26 @@ def test_a_router_that_gives_replayed_experts_no_weight_is_refused():
 def test_a_forward_that_leaves_out_its_routers_is_refused():
     with pytest.raises(ModelError, match="without its routers"):
         Routing().take()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
+def test_the_load_balancing_loss_counts_the_experts_that_are_used(kind):
+    model, rows = model_of(kind), rows_of(*SHAPES["groups"])
+    number, top_k, real_N = experts_in(model), routers_of(model)[0].width, rows.padded(1)[1].flatten().bool()
+    recorded_NC = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
+    swapped_NC = others(recorded_NC, number)
+    some_NC = swapped_NC.clone()
+    some_NC[[stop - 1 for stop in rows.starts_B[1:]]] = LIVE  # whose experts the routers choose
+    used: list[torch.Tensor] = []
+    for name, module in model.named_modules():
+        if name.endswith("experts"):
+            module.register_forward_hook(lambda module, args, output: used.append(args[1][real_N].flatten()))
+    counts = []
+    for experts_NC in (None, recorded_NC, swapped_NC, some_NC):
+        replayed = replace(rows, experts_NC=experts_NC)
+        used.clear()
+        counts.append(run_rows("padded", model, replayed, with_router=True).router.statistics(top_k)[0])
+        assert torch.equal(counts[-1], torch.bincount(torch.cat(used), minlength=number).double())
+    assert torch.equal(counts[0], counts[1])
+    assert not torch.equal(counts[0], counts[2])  # the control
+    assert not torch.equal(counts[2], counts[3])
