@@ -147,14 +147,14 @@ def check_tokens(view: TrainerView) -> None:
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
     own = view.overridden(*CHANGE_ROWS, "_tokenize_prompts")
-    if not (own or view.rollout_func or view.environment_factories):  # which may take, or make, other prompts
+    if not (own or view.rollout_func is not None or view.environment_factories):  # which may take, or make, other prompts
         for split, dataset in named_sets(view.train_dataset, view.eval_dataset).items():
             check_kinds(dataset, split, chat)
 
 
 def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
     """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
-    policy, dataset = view.model, view.train_dataset
+    dataset = view.train_dataset
     # tokens of a prompt with images are known once the images are prepared
     readable = view.environment_factories is None and not view.takes_images
 
@@ -163,7 +163,7 @@ def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
 
     if readable and has_readable_prompts(dataset):
         longest = view.max_completion_length or NEW_TOKENS
-        for model in filter(None, (policy, view.teacher_model)):
+        for model in [model for model in (view.model, view.teacher_model) if model is not None]:
             check_prompt_lengths(iterate_prompts(dataset), lengths, base_model_of(model).config, longest)
     dependent = settle_rope(
         [base_model_of(model) for model in view.models], lambda: _longest_sequence(view, lengths) if readable else None

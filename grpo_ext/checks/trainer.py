@@ -57,6 +57,7 @@ def check_arguments(
         models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
         models.check_causal_lm(model)
+        models.refuse_compiled_parts(model)
         if config.rollout_lag:
             refuse_replaced_forward(model, by_user=True)
     if factories is None:
@@ -67,7 +68,7 @@ def check_arguments(
         processing_class = compat.processing_class_of(model, config)
     if getattr(processing_class, "tokenizer", processing_class).eos_token_id is None:
         raise ConfigError("the tokenizer has no end token; set tokenizer.eos_token, and pass it as processing_class.")
-    if tools or factories:
+    if tools or factories is not None:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
         check_tools(tools or [], processing_class, first_rows)
     if config.dynamic_sampling and data_sets[0] is not None and not hasattr(data_sets[0], "__len__"):

@@ -28,7 +28,7 @@ Prepared = dict[str, torch.Tensor]  # by the names of the model's arguments; emp
 
 def images_of(row: dict[str, Any]) -> list[Any]:
     if "images" in row:
-        return list(row["images"] or [])
+        return [] if row["images"] is None else list(row["images"])
     return [] if row.get("image") is None else [row["image"]]
 
 

@@ -46,7 +46,9 @@ class Chat:
 
     @property
     def tokenizer(self) -> Any:
-        return self.own_tokenizer or getattr(self.processing_class, "tokenizer", self.processing_class)
+        if self.own_tokenizer is not None:
+            return self.own_tokenizer
+        return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
     def takes_images(self) -> bool:

@@ -171,8 +171,9 @@ def _complete(
         adapter = getattr(model, "peft_config", None)
         configs: list[Any] = [model.config, getattr(model, "generation_config", None)]
         configs = configs if adapter is None else [adapter[model.active_adapter]]
-        for part in filter(None, [*configs, view.processing_class]):
-            part.save_pretrained(folder)
+        for part in (*configs, view.processing_class):
+            if part is not None:
+                part.save_pretrained(folder)
     if components is not None:
         save_state(folder, components)
     write_listing(folder, {"step": state.global_step, "processes": view.accelerator.num_processes})

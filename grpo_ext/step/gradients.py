@@ -12,10 +12,11 @@ sees one batch per optimizer step, so both are set here, before the first micro-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_compiled_module
 
 from ..precision.fixed_point import FixedPointSum, check_terms
 from ..runtime import collectives
@@ -24,17 +25,22 @@ from ..runtime.attributes import assigned
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark
 
 
-def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+def replicate(
+    accelerator: Accelerator, model: torch.nn.Module, compiler: Callable[[Any], Any] | None
+) -> torch.nn.Module:
     """Prepare a model that every process holds whole, with the main process's weights; return any other unchanged.
 
-    Accelerate would wrap it in DDP, whose buckets need the memory of another gradient.
+    Accelerate would wrap it in DDP, whose buckets need the memory of another gradient. `compiler`: torch's, of a model
+    that a user has compiled.
     """
-    if accelerator.num_processes == 1 or collectives.shards_parameters(accelerator) or hasattr(model, _PREPARED):
+    several = accelerator.num_processes > 1 and not collectives.shards_parameters(accelerator)
+    if not (several or compiler is not None) or hasattr(model, _PREPARED):
         return model
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    collectives.copy_from_main_process(model, accelerator.device)
+    if several:
+        collectives.copy_from_main_process(model, accelerator.device)
     setattr(model, _PREPARED, True)  # `accelerator.prepare` returns it as it is
-    return model
+    return model if compiler is None or is_compiled_module(model) else compiler(model)
 
 
 def _used_anywhere(used: Sequence[bool], accelerator: Accelerator) -> list[bool]:
