@@ -159,6 +159,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             install_loss_scaler(self.accelerator)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if training:
+            self._keeper.optimizer.begin()
         model = super()._wrap_model(model, training, dataloader)
         return replicate(self.accelerator, model, self._compiler) if training else model
 
@@ -417,6 +419,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Like transformers' method, with the weights that it leaves out."""
         with dtypes_kept(self.model), assigned(self, _loads_from=resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Like transformers' method, once both are known to be those of the checkpoint."""
+        self._keeper.optimizer.load(str(checkpoint), super()._load_optimizer_and_scheduler)
 
     def _load_best_model(self) -> None:
         with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):

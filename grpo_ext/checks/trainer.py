@@ -30,6 +30,7 @@ from ..rollouts.settings import CHANGE_ROWS, advantage_rule, own_sampling, suppr
 from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_names, check_tools
 from ..rollouts.vllm import SENT
+from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from ..view import TrainerView
@@ -167,6 +168,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
             "batching.prompt_order and algorithms.losses."
         )
     models.check_optimizer(view.optimizer, policy)
+    check_weights(view.optimizer, policy)
     if view.use_vllm:
         check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
     uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
