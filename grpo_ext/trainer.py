@@ -160,7 +160,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
         if training:
-            self._keeper.optimizer.begin()
+            self._keeper.optimizer.identity()
         model = super()._wrap_model(model, training, dataloader)
         return replicate(self.accelerator, model, self._compiler) if training else model
 

@@ -265,21 +265,16 @@ def saved_identity(folder: str | Path) -> dict[str, Any]:
 
 
 def check_same_run(
-    folder: str,
-    saved: dict[str, Any],
-    current: dict[str, Any],
-    allowed: Collection[str],
-    unchangeable: Collection[str] = frozenset(_OPTIMIZER),
+    folder: str, saved: dict[str, Any], current: dict[str, Any], allowed: Collection[str]
 ) -> dict[str, tuple[Any, Any]]:
     """The differences of a checkpoint's run from this one; a CheckpointError for one that is not allowed.
 
     Args:
-        allowed: names that may differ; "model" stands for all its parts.
-        unchangeable: names that may not, whatever is allowed.
+        allowed: names that may differ; "model" stands for all its parts. What the optimizer's state holds may not.
     """
     with explaining_format(folder):
         changes = changed(saved, current)
-    fixed = changes.keys() & unchangeable
+    fixed = {name for name in changes if name in _OPTIMIZER or name.startswith("optimizer.")}
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}
     allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - fixed

@@ -132,9 +132,9 @@ def test_an_optimizer_that_keeps_copies_is_not_refused(tmp_path):
 OTHERS = {
     "optimizer.class": {"build": SGD},
     "optimizer.class: \"torch.AdamW\" in the checkpoint, \"torch.NAdam\" now": {"build": NAdam},
-    "optimizer.group 0.lr: 0.1 in the checkpoint, 0.05 now": {"lr": 0.05},
-    "optimizer.group 0.betas": {"build": lambda weights, lr: AdamW(weights, lr=lr, betas=(0.8, 0.99))},
-    "optimizer.group 0.weight_decay": {"build": lambda weights, lr: AdamW(weights, lr=lr, weight_decay=0.5)},
+    "optimizer.group 0 lr: 0.1 in the checkpoint, 0.05 now": {"lr": 0.05},
+    "optimizer.group 0 betas": {"build": lambda weights, lr: AdamW(weights, lr=lr, betas=(0.8, 0.99))},
+    "optimizer.group 0 weight_decay": {"build": lambda weights, lr: AdamW(weights, lr=lr, weight_decay=0.5)},
     "lr_scheduler: \"torch.LambdaLR\" in the checkpoint, \"torch.ConstantLR\" now": {"schedule": ConstantLR},
 }
 
@@ -146,8 +146,8 @@ def test_another_optimizer_or_schedule_is_refused_on_resume(tmp_path, words):
     with pytest.raises(CheckpointError) as error:
         steps(tmp_path, **OTHERS[words]).train(str(tmp_path / "checkpoint-1"))
     assert words in str(error.value)
-    name = words.split(":")[0].split(".")[0]
-    assert f"allow_changed_on_resume=['{name}']" in str(error.value)
+    remedy = "the optimizer keeps the checkpoint's optimizer." if "optimizer" in words else "changed_on_resume=['lr_sch"
+    assert remedy in str(error.value)
     assert (tmp_path / "checkpoint-3").is_dir()
 
 
@@ -166,7 +166,7 @@ def test_groups_in_another_order_are_refused_on_resume(tmp_path, handed_over):
     run("whole", True, False).train()
     again = ran(run("again", True, False), tmp_path / "whole" / "checkpoint-1")
     assert again.state.global_step == 3
-    with pytest.raises(CheckpointError, match=r"optimizer\.group 0\.weights: .*16 \(model\.embed_tokens.*now"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.group 0 weights: \"16, model\.embed_tokens.*\" in the checkpoint, \"11, model"):
         run("other", False, True).train(str(tmp_path / "whole" / "checkpoint-1"))
 
 
@@ -183,16 +183,6 @@ def test_a_run_resumes_with_objects_that_are_built_alike(tmp_path, build):
     assert torch.equal(parameters(whole), parameters(again))
     again.train(str(tmp_path / "a" / "checkpoint-2"))  # whose groups have moved since it was built
     assert torch.equal(parameters(whole), parameters(again))
-
-
-def test_an_optimizer_that_may_change_begins_anew(tmp_path, caplog):
-    steps(tmp_path).train()
-    allowed = {"allow_changed_on_resume": ["optimizer"]}
-    trainer = ran(steps(tmp_path / "b", lr=0.05, **allowed), tmp_path / "checkpoint-2")
-    assert trainer.state.log_history[-2]["learning_rate"] == 0.05
-    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {1}
-    assert "optimizer.group 0.lr was 0.1 in" in caplog.text
-    assert "begins without the checkpoint's state" in caplog.text
 
 
 SCHEDULES = {
@@ -226,9 +216,8 @@ def test_a_checkpoint_without_a_record_is_loaded_with_a_warning(tmp_path, caplog
     steps(tmp_path).train()
     checkpoint = tmp_path / "checkpoint-2"
     identity = json.loads((checkpoint / "grpo_ext_identity.json").read_text())
-    for name in ("optimizer", "lr_scheduler"):
-        del identity[name]
+    identity = {name: value for name, value in identity.items() if name.split(".")[0] not in ("optimizer", "lr_scheduler")}
     (checkpoint / "grpo_ext_identity.json").write_text(json.dumps(identity))
     write_listing(checkpoint, {"step": 2, "processes": 1})
     ran(steps(tmp_path / "b"), checkpoint)
-    assert "checkpoint-2 does not record its optimizer" in caplog.text
+    assert "checkpoint-2 does not name its optimizer" in caplog.text
