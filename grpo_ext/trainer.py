@@ -61,8 +61,6 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Takes the arguments of `trl.GRPOTrainer` and a `teacher_model` to distil from; `args` may be TRL's GRPOConfig too.
 
-    Example:
-
     ```python
     from grpo_ext import GRPOConfig, GRPOTrainer
     config = GRPOConfig("runs/first", global_batch_size=64, per_device_train_batch_size=5)
@@ -132,10 +130,10 @@ class GRPOTrainer(trl.GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-        train_in_float32(self.model, adapters)
-        self._build(config, args, reference, teacher_model)
+        self._build(config, args, adapters, reference, teacher_model)
 
-    def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None, reference: Any, teacher: Any) -> None:
+    def _build(self, config: GRPOConfig, user_args: Any, adapters: Any, reference: Any, teacher: Any) -> None:
+        train_in_float32(self.model, adapters)
         self._view = TrainerView(self, GRPOTrainer)
         use_fixed_models(reference, teacher, self._view, config)
         parts = Components(self._view, config, user_args)
@@ -421,7 +419,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Like transformers' method, once both are known to be those of the checkpoint."""
         self._keeper.optimizer.load(str(checkpoint), super()._load_optimizer_and_scheduler)
 
     def _load_best_model(self) -> None:

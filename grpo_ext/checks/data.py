@@ -153,7 +153,9 @@ def check_tokens(view: TrainerView) -> None:
     for split, dataset in named_sets(view.train_dataset, view.eval_dataset).items():
         _refuse_ignored_kwargs(view, split, dataset)
     own = view.overridden(*CHANGE_ROWS, "_tokenize_prompts")
-    if not (own or view.rollout_func is not None or view.environment_factories):  # which may take, or make, other prompts
+    if not (
+        own or view.rollout_func is not None or view.environment_factories
+    ):  # which may take, or make, other prompts
         for split, dataset in named_sets(view.train_dataset, view.eval_dataset).items():
             check_kinds(dataset, split, chat)
 
@@ -164,7 +166,7 @@ def _refuse_ignored_kwargs(view: TrainerView, split: str, dataset: Any) -> None:
     ignoring = ignoring or next((name for name, applies in others.items() if applies), None)
     if ignoring is not None and ROW_KWARGS in (getattr(dataset, "column_names", None) or ()):
         raise DataError(
-            f"the {split} data set has a column {ROW_KWARGS!r}, which {ignoring} would not see; leave one of the two out."
+            f"the {split} data set has a column {ROW_KWARGS!r}, which {ignoring} would not see; leave one of them out."
         )
 
 

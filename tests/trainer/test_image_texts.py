@@ -41,16 +41,18 @@ def test_other_tokens_that_stand_for_something_are_refused_too(tmp_path):
     processor, model = image_processor("qwen2_5_vl"), image_model("qwen2_5_vl")
     model.config.video_token_id = processor.tokenizer.convert_tokens_to_ids("z")
     with pytest.raises(DataError, match="the text 'z'"):
-        trainers.make(tmp_path / "config", model, picture_reward, processing_class=processor, train_dataset=written("z"))
+        trainers.make(
+            tmp_path / "config", model, picture_reward, processing_class=processor, train_dataset=written("z")
+        )
     texts = Dataset.from_dict({"prompt": ["abc", "a <image> b"] * 4})
-    with pytest.raises(DataError, match="row 1 .*'<image>'"):
+    with pytest.raises(DataError, match=r"row 1 .*'<image>'"):
         make(tmp_path / "texts", train_dataset=texts)
 
 
 def test_a_stream_is_refused_where_the_prompt_is_sampled(tmp_path):
     stream = IterableDataset.from_generator(lambda: iter(written("<image>", place=1)))
     trainer = make(tmp_path, train_dataset=stream)
-    with pytest.raises(DataError, match="the prompt .*here.* has the text '<image>'"):
+    with pytest.raises(DataError, match=r"the prompt .*here.* has the text '<image>'"):
         trainer.train()
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedules that users hand over, or make in `create_optimizer`: what they hold, and what a resume loads."""
+"""Optimizers and schedules that users hand over, or make in `create_optimizer`: what they hold, and what is resumed."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def of_twin(folder: Any) -> Any:
 
 @pytest.mark.parametrize("build", [of_base, of_twin])
 def test_an_optimizer_of_weights_that_are_not_trained_is_refused_at_construction(tmp_path, build):
-    with pytest.raises(ModelError, match="AdamW holds none of the .* build it of the trainer's model"):
+    with pytest.raises(ModelError, match=r"AdamW holds none of the .* Build it of the trainer's model"):
         build(tmp_path)
 
 
@@ -131,11 +131,11 @@ def test_an_optimizer_that_keeps_copies_is_not_refused(tmp_path):
 
 OTHERS = {
     "optimizer.class": {"build": SGD},
-    "optimizer.class: \"torch.AdamW\" in the checkpoint, \"torch.NAdam\" now": {"build": NAdam},
+    'optimizer.class: "torch.AdamW" in the checkpoint, "torch.NAdam" now': {"build": NAdam},
     "optimizer.group 0 lr: 0.1 in the checkpoint, 0.05 now": {"lr": 0.05},
     "optimizer.group 0 betas": {"build": lambda weights, lr: AdamW(weights, lr=lr, betas=(0.8, 0.99))},
     "optimizer.group 0 weight_decay": {"build": lambda weights, lr: AdamW(weights, lr=lr, weight_decay=0.5)},
-    "lr_scheduler: \"torch.LambdaLR\" in the checkpoint, \"torch.ConstantLR\" now": {"schedule": ConstantLR},
+    'lr_scheduler: "torch.LambdaLR" in the checkpoint, "torch.ConstantLR" now': {"schedule": ConstantLR},
 }
 
 
@@ -166,7 +166,10 @@ def test_groups_in_another_order_are_refused_on_resume(tmp_path, handed_over):
     run("whole", True, False).train()
     again = ran(run("again", True, False), tmp_path / "whole" / "checkpoint-1")
     assert again.state.global_step == 3
-    with pytest.raises(CheckpointError, match=r"optimizer\.group 0 weights: \"16, model\.embed_tokens.*\" in the checkpoint, \"11, model"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"optimizer\.group 0 weights: \"16, model\.embed_tokens.*\" in the checkpoint, \"11, model",
+    ):
         run("other", False, True).train(str(tmp_path / "whole" / "checkpoint-1"))
 
 
@@ -216,7 +219,9 @@ def test_a_checkpoint_without_a_record_is_loaded_with_a_warning(tmp_path, caplog
     steps(tmp_path).train()
     checkpoint = tmp_path / "checkpoint-2"
     identity = json.loads((checkpoint / "grpo_ext_identity.json").read_text())
-    identity = {name: value for name, value in identity.items() if name.split(".")[0] not in ("optimizer", "lr_scheduler")}
+    identity = {
+        name: value for name, value in identity.items() if name.split(".")[0] not in ("optimizer", "lr_scheduler")
+    }
     (checkpoint / "grpo_ext_identity.json").write_text(json.dumps(identity))
     write_listing(checkpoint, {"step": 2, "processes": 1})
     ran(steps(tmp_path / "b"), checkpoint)

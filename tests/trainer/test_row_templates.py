@@ -1,4 +1,4 @@
-"""Settings of the chat template that a row of the data has: a column `chat_template_kwargs`, as in TRL's SFT and DPO."""
+"""Settings of the chat template in a row of the data: a column `chat_template_kwargs`, as in TRL's SFT and DPO."""
 
 from typing import Any
 
@@ -95,7 +95,5 @@ def test_a_template_that_does_not_take_a_row_is_named_with_it(tmp_path):
     strict = THINKING + "{% if think is true %}{{ raise_exception('no thinking') }}{% endif %}"
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = strict
-    with pytest.raises(DataError, match="row 0 of the evaluation data set: the chat template does not accept.*no thinking"):
+    with pytest.raises(DataError, match=r"row 0 of the evaluation data set: the chat template .*no thinking"):
         make(tmp_path, **parts([], processing_class=tokenizer, train_dataset=data(KWARGS[1:]), eval_dataset=data()))
-
-

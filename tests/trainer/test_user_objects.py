@@ -103,7 +103,7 @@ def test_a_compiled_model_trains_as_the_module_inside_and_is_saved_without_the_w
     export(checkpoint, tmp_path / "exported")
     for folder in (checkpoint, tmp_path / "saved", tmp_path / "exported"):
         with safe_open(folder / "model.safetensors", "pt") as file:
-            assert [name for name in file.keys() if "_orig_mod" in name] == []
+            assert [name for name in [*file.keys()] if "_orig_mod" in name] == []
         assert torch.equal(trained(AutoModelForCausalLM.from_pretrained(folder)), parameters(trainer))
 
 
@@ -139,7 +139,7 @@ def test_a_compiled_model_is_refused_under_an_engine(tmp_path, monkeypatch):
     assert GRPOConfig.for_model(args, model).torch_compile
     assert not args.torch_compile, "the user's settings are left alone"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ConfigError, match="torch.compile wraps cannot be combined with fsdp"):
+    with pytest.raises(ConfigError, match=r"torch\.compile wraps cannot be combined with fsdp"):
         GRPOConfig.for_model(args, model)
 
 
