@@ -40,7 +40,7 @@ def check_causal_lm(model: Any) -> None:
 def refuse_compiled_parts(model: nn.Module) -> None:
     if parts := [path for path, module in model.named_modules() if is_compiled_module(module)]:
         raise ModelError(
-            f"torch.compile wraps {parts[0]} ({len(parts)} such modules in all), so a checkpoint would name its weights "
+            f"torch.compile wraps {parts[0]} ({len(parts)} such modules in all), so checkpoints would name its weights "
             f"{parts[0]}._orig_mod..., which no model finds there; compile modules in place (module.compile()), or "
             "the whole model (torch.compile(model))."
         )

@@ -43,7 +43,7 @@ def check_weights(optimizer: Any, model: torch.nn.Module) -> None:
     elif absent and "param_groups" in vars(optimizer):
         raise ModelError(
             f"the optimizer {name} holds none of the {len(trained)} weights that are trained (for example {absent[0]}),"
-            " so nothing would be learned. Build it of the trainer's model, in create_optimizer. A peft_config adds its "
+            " so nothing would be learned. Build it of the trainer's model, in create_optimizer. A peft_config adds "
             "weights after an optimizer of model.parameters() was built: pass the result of peft.get_peft_model "
             "instead, and build the optimizer of its parameters."
         )
