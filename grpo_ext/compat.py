@@ -55,6 +55,7 @@ OVERRIDES = (
     *("_get_per_token_logps_and_entropies", "get_high_entropy_mask", "_generate_and_score_completions"),
     *("_generate", "_generate_single_turn", "_calculate_rewards", "train", "log", "_init_training_state"),
     *("_run_epoch", "_finalize_training", "_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load"),
+    "_load_optimizer_and_scheduler",
     *("_save_checkpoint", "_get_output_dir", "create_model_card"),
 )
 

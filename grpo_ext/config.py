@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import trl
+from accelerate.utils import is_compiled_module
 
 from . import compat
 from .batching.micro_batches import Form
@@ -21,7 +22,15 @@ from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
-from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
+from .setting_rules import (
+    asks_for,
+    check_ahead,
+    check_algorithm,
+    check_best_metric,
+    check_bitwise,
+    check_compiled,
+    check_values,
+)
 
 
 class Replay(NamedTuple):
@@ -344,8 +353,14 @@ class GRPOConfig(trl.GRPOConfig):
         if args is None:
             place = getattr(getattr(model, "config", None), "_name_or_path", "")
             name = model if isinstance(model, str) else str(place)
-            return cls(f"{name.split('/')[-1]}-GRPO")
-        return args if isinstance(args, GRPOConfig) else cls.from_trl(args)
+            args = cls(f"{name.split('/')[-1]}-GRPO")
+        config = args if isinstance(args, GRPOConfig) else cls.from_trl(args)
+        if is_compiled_module(model):  # by the user; what cannot be combined with `torch_compile` is refused
+            config = copy.copy(config)
+            config.torch_compile = True
+            check_compiled(vars(config))
+            config._check_settings()
+        return config
 
     @classmethod
     def from_trl(cls, args: trl.GRPOConfig) -> GRPOConfig:

@@ -29,7 +29,7 @@ from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .components import Components
 from .config import GRPOConfig
 from .errors import ConfigError
-from .forward.architecture import base_model_of
+from .forward.architecture import base_model_of, uncompiled
 from .forward.quantised import train_in_float32, trained_values
 from .forward.reference import reference_loader, use_fixed_models
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
@@ -61,7 +61,6 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Takes the arguments of `trl.GRPOTrainer` and a `teacher_model` to distil from; `args` may be TRL's GRPOConfig too.
 
-    Example:
     ```python
     from grpo_ext import GRPOConfig, GRPOTrainer
     config = GRPOConfig("runs/first", global_batch_size=64, per_device_train_batch_size=5)
@@ -103,6 +102,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.verify_overrides(GRPOTrainer)
         show_messages()
         config = GRPOConfig.for_model(args, model)
+        model, self._compiler = uncompiled(model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
         reward_funcs = check_teacher(config, model, teacher_model, processing_class, reward_funcs, environment_factory)
@@ -130,11 +130,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-        train_in_float32(self.model, adapters)
-        self._build(config, args, reference, teacher_model)
+        self._build(config, args, adapters, reference, teacher_model)
 
-    def _build(self, config: GRPOConfig, user_args: trl.GRPOConfig | None, reference: Any, teacher: Any) -> None:
+    def _build(self, config: GRPOConfig, user_args: Any, adapters: Any, reference: Any, teacher: Any) -> None:
         compat.end_event_loop_with(self)
+        train_in_float32(self.model, adapters)
         self._view = TrainerView(self, GRPOTrainer)
         use_fixed_models(reference, teacher, self._view, config)
         parts = Components(self._view, config, user_args)
@@ -158,8 +158,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             install_loss_scaler(self.accelerator)
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        if training:
+            self._keeper.optimizer.identity()
         model = super()._wrap_model(model, training, dataloader)
-        return replicate(self.accelerator, model) if training else model
+        return replicate(self.accelerator, model, self._compiler) if training else model
 
     @property
     def geometry(self) -> BatchGeometry:
@@ -419,6 +421,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Like transformers' method, with the weights that it leaves out."""
         with dtypes_kept(self.model), assigned(self, _loads_from=resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._keeper.optimizer.load(str(checkpoint), super()._load_optimizer_and_scheduler)
 
     def _load_best_model(self) -> None:
         with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):

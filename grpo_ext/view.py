@@ -53,6 +53,7 @@ class TrainerView:
     train_dataset: Any
     eval_dataset: Any
     optimizer: Any
+    lr_scheduler: Any
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     get_tp_size: Callable[[], int]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
+from accelerate.utils import is_compiled_module
 from huggingface_hub import file_exists
 from huggingface_hub.errors import HfHubHTTPError
 from torch import nn
@@ -34,6 +35,15 @@ def check_causal_lm(model: Any) -> None:
         raise ModelError(
             f"the model is a {type(model).__name__} and cannot both sample and score text; pass a model id, a path, or "
             "a model that was loaded with AutoModelForCausalLM."
+        )
+
+
+def refuse_compiled_parts(model: nn.Module) -> None:
+    if parts := [path for path, module in model.named_modules() if is_compiled_module(module)]:
+        raise ModelError(
+            f"torch.compile wraps {parts[0]} ({len(parts)} such modules in all), so checkpoints would name its weights "
+            f"{parts[0]}._orig_mod..., which no model finds there; compile modules in place (module.compile()), or "
+            "the whole model (torch.compile(model))."
         )
 
 

@@ -26,7 +26,7 @@ def check_teacher(
     config: GRPOConfig, policy: Any, teacher: Any, processing_class: Any, reward_funcs: Any, environments: Any
 ) -> Any:
     """Refuse what does not fit together. Returns the rewards for TRL, which needs one and writes to a list of them."""
-    rewarded = reward_funcs or environments
+    rewarded = environments is not None or reward_funcs not in (None, [])
     reward_funcs = list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs
     name, load = config.teacher_model, cast(dict[str, Any], config.teacher_model_init_kwargs or {})
     if teacher is None and name is None:
@@ -45,7 +45,7 @@ def check_teacher(
         "teacher_model or teacher_model_init_kwargs in GRPOConfig (for one that is loaded)": teacher is not None
         and bool(name or load),
         "weights that the policy shares (it would move with the policy; pass a copy)": len(set(weights)) < len(weights),
-        "reward functions and num_generations=1 (a completion alone in its group has no advantage)": bool(rewarded)
+        "reward functions and num_generations=1 (a completion alone in its group has no advantage)": rewarded
         and config.num_generations == 1,
         "torch_dtype in teacher_model_init_kwargs (which has no effect; write dtype)": "torch_dtype" in load,
         "a model that takes images (not implemented)": isinstance(processing_class, ProcessorMixin),

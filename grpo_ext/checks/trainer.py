@@ -30,6 +30,7 @@ from ..rollouts.settings import CHANGE_ROWS, advantage_rule, own_sampling, suppr
 from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_names, check_tools
 from ..rollouts.vllm import SENT
+from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from ..step.gradients import refuse_gradient_hooks
@@ -58,6 +59,7 @@ def check_arguments(
         models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
         models.check_causal_lm(model)
+        models.refuse_compiled_parts(model)
         if config.rollout_lag:
             refuse_replaced_forward(model, by_user=True)
     if factories is None:
@@ -68,7 +70,7 @@ def check_arguments(
         processing_class = compat.processing_class_of(model, config)
     if getattr(processing_class, "tokenizer", processing_class).eos_token_id is None:
         raise ConfigError("the tokenizer has no end token; set tokenizer.eos_token, and pass it as processing_class.")
-    if tools or factories:
+    if tools or factories is not None:
         first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
         check_tools(tools or [], processing_class, first_rows)
     if config.dynamic_sampling and data_sets[0] is not None and not hasattr(data_sets[0], "__len__"):
@@ -172,6 +174,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
             "built in batching.prompt_order and algorithms.losses."
         )
     models.check_optimizer(view.optimizer, policy, shards_parameters(view.accelerator))
+    check_weights(view.optimizer, policy)
     if view.use_vllm:
         check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
     uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)

@@ -29,7 +29,7 @@ _TOKENS = "image_tokens"  # not an argument: how many tokens stand for the image
 
 def images_of(row: dict[str, Any]) -> list[Any]:
     if "images" in row:
-        return list(row["images"] or [])
+        return [] if row["images"] is None else list(row["images"])
     return [] if row.get("image") is None else [row["image"]]
 
 

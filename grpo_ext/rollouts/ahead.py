@@ -345,7 +345,8 @@ def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
     device = next(policy.parameters()).device
     snapshot = Snapshot(policy, reference, view.args.sync_ref_model, device, prepare, teacher)
     if view.args.bitwise_invariant:
-        align_memory(*filter(None, (snapshot.policy, snapshot.reference, snapshot.teacher)))
+        copies = (snapshot.policy, snapshot.reference, snapshot.teacher)
+        align_memory(*(model for model in copies if model is not None))
     return snapshot
 
 

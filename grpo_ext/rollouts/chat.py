@@ -6,7 +6,7 @@ Differs from TRL, whose trainer does this: a `Chat` can be copied for a thread, 
 
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import ProcessorMixin
@@ -17,6 +17,7 @@ from ..errors import DataError
 from ..forward.images import images_of
 from .transcript import Messages, Transcript
 
+ROW_KWARGS = "chat_template_kwargs"  # a column of the data
 # a message needs one of these
 _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
 
@@ -43,14 +44,37 @@ class Chat:
     embedded: int | None = None  # rows of the model's embedding; None: unknown
     own_tokenizer: Any = None  # TRL's `_tokenizer`, which decodes completions; None: that of `processing_class`
     suffix: Callable[[Messages], list[int]] | None = None  # the user's `_get_tool_suffix_ids`; None: TRL's
+    placeholders: Sequence[str] = ()  # what no text may hold: it stands for an image
 
     @property
     def tokenizer(self) -> Any:
-        return self.own_tokenizer or getattr(self.processing_class, "tokenizer", self.processing_class)
+        if self.own_tokenizer is not None:
+            return self.own_tokenizer
+        return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
     def takes_images(self) -> bool:
         return isinstance(self.processing_class, ProcessorMixin)
+
+    def check(self, prompt: Any) -> None:
+        check_prompt(prompt)
+        self._refuse_placeholders(f"the prompt {reprlib.repr(prompt)}", prompt)
+
+    def _refuse_placeholders(self, what: str, shown: Any) -> None:
+        if written := [token for token in self.placeholders if token in str(shown)]:
+            raise DataError(
+                f"{what} has the text {written[0]!r}, which stands for an image, a video or a sound of the model, and "
+                "would be counted as one; take it out (a chat template puts images where their messages have them)."
+            )
+
+    def of_row(self, row: Mapping[str, Any]) -> "Chat":
+        """This chat with the row's own `chat_template_kwargs`, if any, as TRL's SFT and DPO read them."""
+        kwargs = row.get(ROW_KWARGS)
+        if not isinstance(kwargs, Mapping | None):
+            raise DataError(f"{ROW_KWARGS}={reprlib.repr(kwargs)} in a row of the data; make it a dictionary, or None.")
+        # a data set gives every row the names of all
+        named = {name: value for name, value in (kwargs or {}).items() if value is not None}
+        return replace(self, chat_template_kwargs={**self.chat_template_kwargs, **named}) if named else self
 
     def tools_of(self, environment_name: str | None) -> Sequence[Callable[..., Any]]:
         return self.tools if self.environment_tools is None else self.environment_tools[environment_name]
@@ -78,7 +102,7 @@ class Chat:
     def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
         ids: list[list[int]] = []
         for prompt, name in zip(prompts, environment_names, strict=True):
-            check_prompt(prompt)
+            self.check(prompt)
             if isinstance(prompt, str):
                 ids += self.processing_class(text=[prompt])["input_ids"]
             else:
@@ -129,6 +153,7 @@ class Chat:
         """
         if self.suffix is not None:
             return list(self.suffix(answers))
+        self._refuse_placeholders(f"the answer of the tool {answers[0]['name']!r}", answers)
         # the answers follow a call of the first tool, because some templates repeat its name
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}
         before: Messages = [

@@ -131,7 +131,7 @@ class Toolbox:
                 continue
             answers = self._answers(t, limits.seconds)
             by_string = t.ended and bool(t.ids) and t.ids[-1] not in limits.message_ends
-            ids = chat.suffix_ids(answers, by_string)
+            ids = chat.of_row(t.row).suffix_ids(answers, by_string)
             t.calls = []
             if limits.has_room(t, len(ids)):
                 t.turns += 1

@@ -26,6 +26,7 @@ from ..rewards.worker import RewardCall
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process, uneven_collectives
 from .batch import MODEL_LOGPS
+from .chat import ROW_KWARGS
 from .decoding import unique
 from .engine import Engine, EngineSettings, cut_calls
 from .images import ImageSource
@@ -96,10 +97,13 @@ class RolloutWorker:
         return transcripts
 
     def tokenize(self, transcripts: Sequence[Transcript], sampling: SamplingSettings) -> None:
-        tokenize = sampling.hooks.tokenize or sampling.chat.tokenize
         firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
-        prompts = [transcripts[i].prompt for i in firsts]
-        ids = tokenize(prompts, [transcripts[i].environment_name for i in firsts])
+        different = [transcripts[i] for i in firsts]
+        prompts = [transcript.prompt for transcript in different]
+        if (tokenize := sampling.hooks.tokenize) is not None:
+            ids = tokenize(prompts, [transcript.environment_name for transcript in different])
+        else:
+            ids = [sampling.chat.of_row(t.row).tokenize([t.prompt], [t.environment_name])[0] for t in different]
         if len(ids) != len(prompts):
             raise RolloutError(f"_tokenize_prompts returned ids of {len(ids)} prompts, not of all {len(prompts)}.")
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
@@ -284,7 +288,8 @@ def _prompt_name(transcript: Transcript) -> Hashable:
     """A key that transcripts with the same prompt share; images count by number."""
     number = transcript.number
     images = (number, transcript.place if number is None else None) if transcript.images else ()
-    return transcript.environment_name, images, _frozen(transcript.prompt, transcript.images)
+    shown = [transcript.prompt, transcript.row.get(ROW_KWARGS)]
+    return transcript.environment_name, images, _frozen(shown, transcript.images)
 
 
 def _frozen(value: Any, images: Sequence[Any]) -> Hashable:

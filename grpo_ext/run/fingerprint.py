@@ -93,10 +93,10 @@ def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]
     }
 
 
-def _plain(value: Any, without: Collection[str] = ()) -> Any:
+def plain(value: Any, without: Collection[str] = ()) -> Any:
     """A value in JSON types, without these names at any depth."""
     if isinstance(value, dict):  # JSON takes no tuples as keys
-        return {str(name): _plain(part, without) for name, part in value.items() if name not in without}
+        return {str(name): plain(part, without) for name, part in value.items() if name not in without}
     # the modules of an adapter are a set, whose order is another in every process
     text = json.dumps(value, default=lambda v: sorted(v, key=str) if isinstance(v, set | frozenset) else str(v))
     return json.loads(text)
@@ -108,7 +108,7 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     of_trl = [field.name for field in dataclasses.fields(trl.GRPOConfig)]
     of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
     names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
-    values = {name: _plain(getattr(args, name)) for name in names if hasattr(args, name)}
+    values = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
     if args.advantage_estimator and takes_keyword(args.advantage_estimator, THRESHOLD):  # elsewhere of evaluations only
         values[THRESHOLD] = args.eval_pass_threshold
     sizes = {name: size for name, size in dataclasses.asdict(geometry).items() if name not in LAYOUT_SIZES}
@@ -193,13 +193,13 @@ def model_fingerprint(
         count += math.prod(shape)
     return {
         "class": type(model).__name__,
-        "config": _plain(config.to_dict(), _NOT_COMPUTED) if hasattr(config, "to_dict") else None,
+        "config": plain(config.to_dict(), _NOT_COMPUTED) if hasattr(config, "to_dict") else None,
         "parameters": count,
         "dtypes": sorted({str(parameter.dtype) for parameter in model.parameters()}),
         "sha256": digest.hexdigest(),
-        "adapters": {n: _plain(vars(c), _NOT_COMPUTED) for n, c in getattr(model, "peft_config", {}).items()},
+        "adapters": {n: plain(vars(c), _NOT_COMPUTED) for n, c in getattr(model, "peft_config", {}).items()},
         "frozen": frozen,
-        "others": {kind: _plain(base_model_of(m).config.to_dict(), _NOT_COMPUTED) for kind, m in others.items()},
+        "others": {kind: plain(base_model_of(m).config.to_dict(), _NOT_COMPUTED) for kind, m in others.items()},
     }
 
 
@@ -207,7 +207,7 @@ def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
     """The schema of every tool by name (`Environment.name`), and their order in a chat template."""
     owners = {tool: getattr(tool, "__self__", None) for tool in tools}
     names = {tool: f"{type(owner).__name__}." * (owner is not None) + tool.__name__ for tool, owner in owners.items()}
-    schemas = {name: _plain(get_json_schema(tool)["function"]) for tool, name in names.items()}
+    schemas = {name: plain(get_json_schema(tool)["function"]) for tool, name in names.items()}
     return schemas | {"(order)": list(schemas)}
 
 
@@ -270,11 +270,11 @@ def check_same_run(
     """The differences of a checkpoint's run from this one; a CheckpointError for one that is not allowed.
 
     Args:
-        allowed: names that may differ; "model" stands for all its parts. Settings of the optimizer may not.
+        allowed: names that may differ; "model" stands for all its parts. What the optimizer's state holds may not.
     """
     with explaining_format(folder):
         changes = changed(saved, current)
-    fixed = changes.keys() & _OPTIMIZER
+    fixed = {name for name in changes if name in _OPTIMIZER or name.startswith("optimizer.")}
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}
     allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - fixed

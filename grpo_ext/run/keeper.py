@@ -47,6 +47,7 @@ from .interrupts import InterruptWatch, TrainingInterrupted
 from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
+from .optimizer import RunOptimizer
 from .state import load_state, restore_callbacks, writing_checkpoint
 from .trail import Trail, digests_of
 
@@ -70,7 +71,7 @@ class RunKeeper(TrainerCallback):
         self.accelerator, self.args, self.limits = view.accelerator, view.args, limits
         self.geometry: BatchGeometry = view.args.geometry
         self._losses: list[float] = []
-        self.watch = InterruptWatch()
+        self.watch, self.optimizer = InterruptWatch(), RunOptimizer(view)
         self.checkpoint: str | None = None  # the one that the run resumes from; None for a new run
         self.resumed = TrainerState()  # the loop's state in the checkpoint
         self._stopped_early = False  # the run that is resumed
@@ -241,6 +242,7 @@ class RunKeeper(TrainerCallback):
                 self.geometry = dataclasses.replace(self.geometry, rollout_chunk_size=size)
         check = functools.partial(check_same_run, checkpoint, identity, allowed=allowed)
         changes = from_main_process(self.accelerator, lambda: check(self.fingerprint))
+        from_main_process(self.accelerator, lambda: self.optimizer.changes(checkpoint))  # of objects that there are
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:
@@ -380,7 +382,7 @@ class RunKeeper(TrainerCallback):
             states = {name: part.state_dict() for name, part in self._components.items()}
             states["sizes"] = {name: part.state_dict() for name, part in self._sizes.items()}
             states["conditions"] = self._conditions()
-        fingerprint = self.fingerprint if self.args.should_save else {}
+        fingerprint = self.fingerprint | self.optimizer.identity() if self.args.should_save else {}
         folder = folders.writing_folder(final.parent, self._owner)
         with writing_checkpoint(self.view, folder, final, states, fingerprint), assigned(self, writing_to=str(folder)):
             yield

@@ -7,6 +7,7 @@ saved as JSON and safetensors, so that reading them executes nothing. Called by 
 import contextlib
 import functools
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from safetensors.torch import load_file, save_file
+from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import CheckpointError, ProcessError
@@ -30,6 +33,8 @@ from .fingerprint import FINGERPRINT
 logger = get_logger(__name__)
 
 STATE, TENSORS = "grpo_ext_state.json", "grpo_ext_state.safetensors"
+# what torch.save writes, and a resume reads with `weights_only`
+_PICKLES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
 _TENSOR = "tensor:"  # begins the key of a dictionary in JSON that stands for a tensor
 
 
@@ -109,14 +114,16 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
 
 
 @contextlib.contextmanager
-def _failing_together(explain: Callable[[str], str]) -> Iterator[None]:
+def _failing_together(explain: Callable[[str], str], discard: Callable[[], None]) -> Iterator[None]:
     """An error inside on one process is a CheckpointError on all, so that none waits in a later collective."""
     try:
         with together("a checkpoint"):
             yield
     except CheckpointError:
+        discard()
         raise
     except Exception as error:
+        discard()
         cause = str(error) if isinstance(error, ProcessError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(explain(cause)) from error
 
@@ -130,9 +137,11 @@ def writing_checkpoint(
     # transformers lists states of a class after earlier ones, and knows no callbacks that came with a resume
     state.stateful_callbacks = callback_states([*view.callback_handler.callbacks, view.control])
 
-    def explain(reason: str) -> str:
+    def discard() -> None:
         if saves:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def explain(reason: str) -> str:
         free = shutil.disk_usage(str(view.args.output_dir)).free / 2**20
         return (
             f"{final.name} could not be written to {run}, with {free:.0f} MiB free ({reason}). The older "
@@ -141,15 +150,15 @@ def writing_checkpoint(
 
     # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it; `_complete`
     # saves the state
-    with assigned(state, best_global_step=None, save_to_json=lambda path: None), _failing_together(explain):
+    with assigned(state, best_global_step=None, save_to_json=lambda path: None), _failing_together(explain, discard):
         yield
     best_folder = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if best_folder == final or best_folder.is_dir():
         state.best_model_checkpoint = str(best_folder)
-    with _failing_together(explain):
+    with _failing_together(explain, discard):
         complete = functools.partial(_complete, view, written, components, fingerprint)
         without_long_waits(complete if saves else lambda: None)
-    with _failing_together(explain):  # once all processes know that it is complete
+    with _failing_together(explain, discard):  # once all processes know that it is complete
         if saves and (replaced := publish(written, final)) is not None:
             logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
     if saves:
@@ -157,9 +166,29 @@ def writing_checkpoint(
         rotate(run, view.args.save_total_limit, final, state.best_model_checkpoint)
 
 
+def _read_back(folder: Path) -> None:
+    """Refuse files that a resume could not read, before the checkpoint counts as complete. Tensors are not read."""
+    unreadable = []
+    for path in sorted(path for pattern in _PICKLES for path in folder.glob(pattern)):
+        try:
+            with safe_globals() if path.suffix == ".pth" else contextlib.nullcontext():  # as transformers does
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            kinds = get_unsafe_globals_in_checkpoint(path) or [str(error)]
+            unreadable.append(f"{path.name} holds {', '.join(sorted(kinds))}")
+    if unreadable:
+        raise CheckpointError(
+            f"{folder.name} was not written, because it could not be read again: {'; '.join(unreadable)}. Checkpoints "
+            "are read with weights_only; let the state_dict of an optimizer and of a schedule hold tensors, numbers, "
+            "texts, lists and dictionaries only. A schedule that returns numpy's numbers puts them into both: return "
+            "float(...)."
+        )
+
+
 def _complete(
     view: TrainerView, folder: Path, components: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]
 ) -> None:
+    _read_back(folder)
     state = view.state
     # keys that a resume has read are texts, which cannot be sorted among numbers
     state.stateful_callbacks = json.loads(json.dumps(state.stateful_callbacks))
@@ -171,8 +200,9 @@ def _complete(
         adapter = getattr(model, "peft_config", None)
         configs: list[Any] = [model.config, getattr(model, "generation_config", None)]
         configs = configs if adapter is None else [adapter[model.active_adapter]]
-        for part in filter(None, [*configs, view.processing_class]):
-            part.save_pretrained(folder)
+        for part in (*configs, view.processing_class):
+            if part is not None:
+                part.save_pretrained(folder)
     if components is not None:
         save_state(folder, components)
     write_listing(folder, {"step": state.global_step, "processes": view.accelerator.num_processes})
