@@ -66,6 +66,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS,
     "glm4_moe": _GROUPED_EXPERTS,
     "phimoe": _LOCAL_EXPERTS,
+    # these reshape the output of attention by `view`
+    "afmoe": {**_EXPERTS, "sliding_window": 6},
+    "jetmoe": {**_LOCAL_EXPERTS, "kv_channels": 8},
     # these run no completions behind a cached prompt
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
     "minimax": {**_LOCAL_EXPERTS, "block_size": 8},
@@ -74,7 +77,8 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
 }
 REFUSING = ("jamba", "minimax", "mamba2")
-ROUTED = ("mixtral", "olmoe", "qwen3_moe", "glm4_moe", "phimoe")  # another form of one may choose another expert
+VIEWING = ("afmoe", "jetmoe")
+ROUTED = ("mixtral", "olmoe", "qwen3_moe", "glm4_moe", "phimoe", *VIEWING)  # other forms may choose another expert
 PREFIXED = tuple(name for name in _MODELS if name not in (*REFUSING, *ROUTED))
 HYBRID = PREFIXED[PREFIXED.index("qwen3_next") :]
 
