@@ -8,14 +8,16 @@ completion with its prompt; the rows of a group are neighbours and share their p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .sizes import ceil_div, even_slice
 
 # a pack without padding; prompts once, then their completions, both padded; every completion with its prompt, padded
 Form = Literal["packed", "prefix", "padded"]
+# which rows a padded batch of a model may hold together: any, those of equal lengths (no padding), or one at a time
+RowBatching = Literal["any", "equal_lengths", "single"]
 
 BALANCED = 1.02  # groups are cut while the largest load is more than this many times the mean
 BALANCED_WHOLE = 1.12  # with `whole_groups`; from two groups a process on, most steps cut none (simulated)
@@ -35,6 +37,15 @@ class StepSizes:
     def pieces(self, rows: Iterable[int]) -> list[list[int]]:
         """The rows, in order, cut where the group changes."""
         return [list(piece) for _, piece in itertools.groupby(sorted(rows), key=self.groups_B.__getitem__)]
+
+    def joinable(self, rows: Iterable[int], batching: RowBatching) -> list[list[int]]:
+        """The rows, in order, cut where neighbours may not share a padded batch."""
+        keys: dict[RowBatching, Callable[[int], Any]] = {
+            "any": lambda row: None,
+            "equal_lengths": lambda row: (self.prompts_B[row], self.completions_B[row]),
+            "single": lambda row: row,
+        }
+        return [list(part) for _, part in itertools.groupby(rows, key=keys[batching])]
 
     def load(self, rows: Iterable[int], cost: TokenCost) -> float:
         """The cost on one process: a prompt once per group, and the completions."""
@@ -84,6 +95,7 @@ class MicroBatchLayout:
     max_rows: int  # completions per micro-batch
     max_tokens: int | None = None  # per micro-batch
     form: Form = "padded"
+    batching: RowBatching = "any"  # of rows in the padded form
     cost: TokenCost = field(default_factory=TokenCost)  # by which groups are assigned to processes
     unit_rows: int | None = None  # completions per canonical unit, the micro-batch then; None: cut by the sizes above
     whole_groups: bool = False  # cut few groups: each part of one rounds the gradient of the prompt
@@ -92,11 +104,16 @@ class MicroBatchLayout:
     equal_counts: bool = False  # all processes run as many micro-batches, because these may hold collectives
 
 
+    @property
+    def cuts_by_length(self) -> bool:
+        return self.form == "padded" and self.batching != "any"
+
+
 def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[MicroBatch]:
     """The micro-batches of this process, of the `rows` that add something to the step; a plan needs no collective."""
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
     if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
-        units = canonical_units(sizes, rows, layout.unit_rows)
+        units = canonical_units(sizes, rows, 1 if layout.cuts_by_length else layout.unit_rows)
         numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
         parts = [[units[number] for number in sorted(mine)] for mine in numbers]
     else:
@@ -111,10 +128,17 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
 
 def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
     """Cut rows, the largest micro-batch first: the others reuse its memory, and a shortage shows at once."""
-    if layout.max_tokens is None:
-        parts = cut_by_count(sizes, rows, layout.max_rows)
-    else:
-        parts = cut_by_tokens(sizes, rows, layout)
+    joinable = [rows]
+    if layout.cuts_by_length:
+        joinable = sizes.joinable(
+            sorted(rows, key=lambda row: (sizes.prompts_B[row], sizes.completions_B[row], row)), layout.batching
+        )
+    parts: list[list[int]] = []
+    for part in joinable:
+        if layout.max_tokens is None:
+            parts += cut_by_count(sizes, part, layout.max_rows)
+        else:
+            parts += cut_by_tokens(sizes, part, layout)
     return sorted(parts, key=lambda part: -sizes.tokens(part, layout.form))
 
 

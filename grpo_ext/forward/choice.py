@@ -12,7 +12,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 
-from ..batching.micro_batches import Form
+from ..batching.micro_batches import Form, RowBatching
 from ..errors import MemoryShortageError
 from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
@@ -46,6 +46,7 @@ class _ModelForms:
     forms: tuple[Form, ...]
     refused: dict[Form, str]
     compared: bool = False
+    batching: RowBatching = "any"  # of rows in the padded form
 
     @property
     def best(self) -> Form:
@@ -81,6 +82,11 @@ class ForwardChoice:
         """The form in which a model runs; padded before `compare`."""
         forms = self._models.get(base_model_of(model))
         return forms.best if forms is not None and forms.compared else "padded"
+
+    def batching(self, model: Any) -> RowBatching:
+        """The rows that a padded batch of a model may hold together, in sampling too; "any" before `compare`."""
+        forms = self._models.get(base_model_of(model))
+        return "any" if forms is None else forms.batching
 
     def planned(self, model: Any) -> Form:
         """The form that runs if it compares equal to padding; warns once of a model that pads."""
