@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .sizes import ceil_div, even_slice
+from .sizes import RowBatching, ceil_div, even_slice
 
 # a pack without padding; prompts once, then their completions, both padded; every completion with its prompt, padded
 Form = Literal["packed", "prefix", "padded"]
-# which rows a padded batch of a model may hold together: any, those of equal lengths (no padding), or one at a time
-RowBatching = Literal["any", "equal_lengths", "single"]
 
 BALANCED = 1.02  # groups are cut while the largest load is more than this many times the mean
 BALANCED_WHOLE = 1.12  # with `whole_groups`; from two groups a process on, most steps cut none (simulated)
