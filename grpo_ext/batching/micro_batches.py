@@ -101,7 +101,6 @@ class MicroBatchLayout:
     rank: int = 0
     equal_counts: bool = False  # all processes run as many micro-batches, because these may hold collectives
 
-
     @property
     def cuts_by_length(self) -> bool:
         return self.form == "padded" and self.batching != "any"
@@ -126,13 +125,10 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
 
 def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
     """Cut rows, the largest micro-batch first: the others reuse its memory, and a shortage shows at once."""
-    joinable = [rows]
     if layout.cuts_by_length:
-        joinable = sizes.joinable(
-            sorted(rows, key=lambda row: (sizes.prompts_B[row], sizes.completions_B[row], row)), layout.batching
-        )
+        rows = sorted(rows, key=lambda row: (sizes.prompts_B[row], sizes.completions_B[row], row))
     parts: list[list[int]] = []
-    for part in joinable:
+    for part in sizes.joinable(rows, layout.batching) if layout.cuts_by_length else [rows]:
         if layout.max_tokens is None:
             parts += cut_by_count(sizes, part, layout.max_rows)
         else:

@@ -1,9 +1,9 @@
 """Which form a model's completions run in (packed, prefix or padded), decided once for each model before a run begins.
 
-Differs from TRL, which always pads. `form_check` compares a form with padding on rows made for that.
+Differs from TRL, which always pads. `form_check` compares every form, padded batches too, with rows that run alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,18 +18,24 @@ from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
-from .form_check import why_form_fails
+from .form_check import RowsAlone, why_equal_lengths_fail, why_form_fails, why_padding_fails, zeros_filled
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
 
 logger = get_logger(__name__)
 
 _TAKES_LONG = 256  # tokens of a prompt; on a CPU the comparison then takes seconds
-_NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes"}
+_NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes", "padded": "padded batches"}
 _MEANINGS: dict[Form, str] = {
     "packed": "packs: a prompt once for its completions, no padding",
     "prefix": "shared prefixes: a prompt once for its completions, through a cache",
     "padded": "padded: every completion with its prompt",
+}
+# what the forward then costs, as the end of a sentence
+_JOINED: dict[RowBatching, str] = {
+    "any": "",
+    "equal_lengths": ", only completions of one length (with prompts of one length) in a forward: padding changes them",
+    "single": ", one completion in a forward: a batch changes them",
 }
 
 
@@ -89,31 +95,46 @@ class ForwardChoice:
         return "any" if forms is None else forms.batching
 
     def planned(self, model: Any) -> Form:
-        """The form that runs if it compares equal to padding; warns once of a model that pads."""
+        """The form that runs if it compares equal to rows alone; warns once of a model that pads."""
         return self._of(model).best
 
     def described(self, model: Any) -> str:
         forms = self._of(model)
-        return _MEANINGS[forms.best] + (f" ({forms.reasons})" if forms.reasons else "")
+        joined = _JOINED[forms.batching] if forms.best == "padded" else ""
+        return _MEANINGS[forms.best] + joined + (f" ({forms.reasons})" if forms.reasons else "")
 
     def is_compared(self, model: Any) -> bool:
         return self._of(model).compared
 
     def compare(self, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> None:
-        """Choose the best form whose results agree with padding; all processes together.
+        """Choose the best form whose results are those of rows alone, and what padding a batch may have.
 
-        A form that one process refuses is refused on all, and the next one is compared.
+        All processes together: a form that one refuses is refused on all, and the next one is compared.
         """
-        forms = self._of(model)
-        while forms.best != "padded":
-            with together("the comparison of two forms", self.sharded):
-                reason = self._why_refused(forms.best, model, make_rows)
-            if (refused := next(filter(None, gather_lists([reason])), None)) is None:
-                break
-            forms.refused[forms.best] = refused
-            self._warn_of_padding(forms)
-            if forms.best != "padded":
-                logger.warning(f"The best form of the forward was refused; completions run as {self.described(model)}.")
+        forms, options = self._of(model), (self.device, self.checkpointing_kwargs, self.group)
+        batches, problem = list[RowsAlone](), None
+        try:
+            batches = [RowsAlone(model, rows, self.device) for rows in make_rows(base_model_of(model))]
+        except Exception as error:  # a processor may expect prompts like the user's
+            problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
+        with zeros_filled(model):
+            while (form := forms.best) != "padded":
+                reasons = (why_form_fails(form, model, alone.rows, *options, alone) for alone in batches)
+                if (refused := self._first_of_all(reasons, form, batches, problem)) is None:
+                    break
+                forms.refused[form] = refused
+                self._warn_of_padding(forms)
+                if forms.best != "padded":
+                    logger.warning(
+                        f"The best form of the forward was refused; completions run as {self.described(model)}."
+                    )
+            short = batches if self.forms else batches[:1]
+            reasons = (why_padding_fails(alone) for alone in short)
+            if (refused := self._first_of_all(reasons, "padded", short)) is not None:
+                reasons = (why_equal_lengths_fail(alone) for alone in short[:1])
+                apart = self._first_of_all(reasons, "padded", short[:1]) is not None
+                forms.batching = "single" if apart else "equal_lengths"
+                self._warn_of_batching(forms, refused)
         forms.compared = True
 
     def share(self, model: Any, twin: Any) -> None:
@@ -139,21 +160,35 @@ class ForwardChoice:
             self._warned.add(forms.reasons)
             logger.warning(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
 
-    def _why_refused(self, form: Form, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> str | None:
+    def _warn_of_batching(self, forms: _ModelForms, reason: str) -> None:
+        if forms.batching not in self._warned:
+            self._warned.add(forms.batching)
+            cost = {"equal_lengths": "rows of one length", "single": "one row"}[forms.batching]
+            logger.warning(
+                f"Padding changes what the model computes ({reason}). A padded batch, in sampling too, holds {cost}, "
+                "so there are up to as many forwards as completions."
+            )
+
+    def _first_of_all(
+        self, reasons: Iterable[str | None], form: Form, batches: Sequence[RowsAlone], problem: str | None = None
+    ) -> str | None:
+        """The first reason of any process to refuse a form; `problem` is one that is known before."""
+        with together("the comparison of two forms", self.sharded):
+            reason = problem or self._first(reasons, form, batches)
+        return next(filter(None, gather_lists([reason])), None)
+
+    def _first(self, reasons: Iterable[str | None], form: Form, batches: Sequence[RowsAlone]) -> str | None:
+        longest = max((n for alone in batches for n in alone.rows.prompts_B), default=0)
+        if longest > _TAKES_LONG:
+            logger.info(f"Comparing {_NAMES[form]} with rows alone, on rows of over {longest} tokens, once.")
         try:
-            batches = make_rows(base_model_of(model))
-        except Exception as error:  # a processor may expect prompts like the user's
-            return f"rows to compare it on could not be made ({type(error).__name__}: {error})"
-        if (longest := max(max(rows.prompts_B) for rows in batches)) > _TAKES_LONG:
-            logger.info(f"Comparing {_NAMES[form]} with padded batches on rows of over {longest} tokens, once.")
-        try:
-            options = self.device, self.checkpointing_kwargs, self.group
-            reasons = (why_form_fails(form, model, rows, *options) for rows in batches)
             return next(filter(None, reasons), None)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            remedy = "set forward='padded'" if self.group is None else "use a device with more memory, or FSDP2"
+            remedy = "use a device with more memory, or FSDP2"
+            if self.group is None and self.forms:
+                remedy = "set forward='padded', which is compared on short rows only"
             raise MemoryShortageError(
                 f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); {remedy}."
             ) from None

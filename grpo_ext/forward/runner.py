@@ -7,6 +7,7 @@ micro-batch runs in one forward, with gradients. `OverridableRunner` serves user
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from ..batching.micro_batches import Form, StepSizes, canonical_units, filled
+from ..batching.micro_batches import Form, RowBatching, StepSizes, canonical_units, filled
 from ..batching.sizes import group_numbers
 from ..compat import images_among
 from ..config import GRPOConfig, forms_of
@@ -30,7 +31,7 @@ from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
 from .forms import in_form, run_rows
-from .lm_head import LogProbs, RouterOutput
+from .lm_head import LogProbs, RouterOutput, joined
 from .routing import Routing
 from .rows import TokenRows, in_columns
 from .token_slice import refuse_other_forms
@@ -153,13 +154,28 @@ class ForwardRunner:
         logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
         return MicroBatchScores(logps, entropies, output.router, output.routing)
 
+    def multiple_of(self, model: Any, form: Form) -> int:
+        """The multiple of tokens that widths are filled up to; 1 where padding would change the results."""
+        return self.multiple if self.batching(model, form) == "any" else 1
+
+    def batching(self, model: Any, form: Form) -> RowBatching:
+        """The rows that a forward in a form may hold together."""
+        return self.choice.batching(model) if form == "padded" else "any"
+
     def _cut(
         self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None
     ) -> list[list[int]]:
-        form = self.choice.form(model) if rows.attended_N is None else "padded"
+        form = self._form_of(model, rows)
+        sizes, limits = self._sizes(model, rows, form), (batch_size or len(rows), max_tokens, form)
+        joinable = sizes.joinable(range(len(rows)), self.batching(model, form))
+        return [chunk for part in joinable for chunk in filled(sizes, [[row] for row in part], *limits)]
+
+    def _form_of(self, model: Any, rows: TokenRows) -> Form:
+        return self.choice.form(model) if rows.attended_N is None else "padded"
+
+    def _sizes(self, model: Any, rows: TokenRows, form: Form) -> StepSizes:
         groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
-        sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple)
-        return filled(sizes, [[row] for row in range(len(rows))], batch_size or len(rows), max_tokens, form)
+        return StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple_of(model, form))
 
     def _run_chunks(self, model: Any, rows: TokenRows, limits: ForwardLimits, **options: Any) -> list[LogProbs]:
         """Run a rollout in chunks that fit into memory, in bitwise mode in canonical units."""
@@ -167,7 +183,8 @@ class ForwardRunner:
             chunks = self._cut(model, rows, limits.completions, limits.tokens)
         else:
             sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
-            chunks = canonical_units(sizes, range(len(rows)), unit)
+            padded = self.batching(model, self._form_of(model, rows)) == "any"
+            chunks = canonical_units(sizes, range(len(rows)), unit if padded else 1)
         # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
         forwards = max_over_processes(len(chunks)) if self.sharded else len(chunks)
         outputs: list[LogProbs] = []
@@ -178,11 +195,13 @@ class ForwardRunner:
         return outputs
 
     def _forward(self, model: Any, rows: TokenRows, **options: Any) -> LogProbs:
-        """Run rows in one forward, with gradients where they are on; `options` are those of `lay_out`."""
-        form, policy = self.choice.form(model), base_model_of(model)
+        """Run rows in one forward, with gradients where they are on; `options` are those of `lay_out`.
+
+        Rows that may not be padded together, which a loss outside of a step may hold, run in several.
+        """
+        form, policy = self._form_of(model, rows), base_model_of(model)
         # outside `in_form_of`, a backward pass under gradient checkpointing would run the layers again in another form
-        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy
-        if again or rows.attended_N is not None:
+        if torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy:
             form = "padded"
         if options.get("group") is not None:
             if rows.attended_N is not None:
@@ -191,9 +210,15 @@ class ForwardRunner:
                     "tokens between others, which packs cannot; use tool_mask, or sequence_parallel_size=1."
                 )
             self.refuse_other_than_packs(model, form)
-        fixed: dict[str, Any] = {"multiple": self.multiple, "suppressed": self.suppressed}
+        fixed: dict[str, Any] = {"multiple": self.multiple_of(model, form), "suppressed": self.suppressed}
+        parts = self._sizes(model, rows, form).joinable(range(len(rows)), self.batching(model, form))
         with self.accelerator.autocast():
-            return run_rows(form, model, rows, self.accelerator.device, **fixed, **options)
+            run = functools.partial(run_rows, form, model, device=self.accelerator.device, **fixed, **options)
+            return (
+                run(rows=rows)
+                if len(parts) == 1
+                else joined([run(rows=rows.part(part)) for part in parts], rows.places())
+            )
 
 
 # ---- Overrides of users --------------------------------------------------------------------------------------------

@@ -148,6 +148,7 @@ class StepPlanner:
             max_rows=limits.rows,
             max_tokens=limits.tokens,
             form=form,
+            batching=forwards.choice.batching(model),
             cost=self.cost,
             unit_rows=forwards.args.unit_rows,
             whole_groups=forwards.float32_weight_gradients and form != "padded",
@@ -155,7 +156,7 @@ class StepPlanner:
             rank=forwards.group_number,
             equal_counts=forwards.sharded or settings.equal_counts,
         )
-        sizes = rollout.sizes(forwards.multiple)
+        sizes = rollout.sizes(forwards.multiple_of(model, form))
         rows = rollout.contributing_rows if settings.skip_zeros else range(len(rollout))
         return StepPlan(sizes, rows, plan_step(sizes, rows, layout), form)
 
