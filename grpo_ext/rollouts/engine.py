@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-from ..batching.sizes import ChunkSizes
+from ..batching.sizes import ChunkSizes, RowBatching
 from ..compat import CACHE
 from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
@@ -35,7 +35,7 @@ from .keyed import KeyedChoice, greedy_config, own_generate, sampling_filters, w
 from .transcript import Sampled, Transcript
 
 _ROOM = 1.25  # the most that a growing cache allocates, relative to what it holds
-_MIXED = 64  # times the rounding of one operation, by which log-probabilities of a row in two batches may differ
+_MIXED = 64  # times the rounding of one operation: log-probabilities of a row in two batches differ by at most this
 _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and copies of filters and choice
 
 
@@ -78,7 +78,7 @@ class TransformersEngine:
     settings: EngineSettings
     images_of: Callable[[Sequence[Transcript]], RowImages | None]  # None for a model that takes no images
     memory: Halving  # the number of completions that fit into one `generate`
-    _mixing: bool | None = None  # see `_mixes_rows`
+    _batching: RowBatching | None = None  # see `_settle`
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
@@ -86,7 +86,6 @@ class TransformersEngine:
         assert config is not None
         sampled: dict[int, Sampled] = {}
         policy = self.model()
-        settings = self.settings if sizes.batching == "any" else replace(self.settings, multiple=None)
         # `config` has the stop strings (`settings.sampling_config`)
         without_strings = {} if own_generate(policy) else {"stop_strings": None}
         with (
@@ -94,36 +93,40 @@ class TransformersEngine:
             assigned(policy.generation_config, **without_strings),
             self.generating() as model,
         ):
-            if sizes.batching == "equal_lengths" and self._mixes_rows(model, config):
-                sizes = replace(sizes, batching="single")
+            if sizes.batching == "equal_lengths":
+                sizes = replace(sizes, batching=self._settle(model, config))
             indices = cut_calls(transcripts, sizes)
             chunks = [[transcripts[index] for index in chunk] for chunk in indices]
-            calls = max_over_processes(len(chunks)) if settings.sharded else len(chunks)
-            stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[settings.filler])]
+            calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
+            stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
             for number in range(calls):
                 chunk = chunks[number] if number < len(chunks) else stand_in
                 expected = self._expected_rows(model, chunk, config)
-                sample = functools.partial(self._sample, model, chunk, config, settings)
+                sample = functools.partial(self._sample, model, chunk, config)
                 pieces = self.memory.run(range(len(chunk)), sample, expected)
                 if number < len(chunks):
                     sampled |= zip(indices[number], (row for piece in pieces for row in piece), strict=True)
         return [sampled[index] for index in range(len(transcripts))]
 
-    def _mixes_rows(self, model: Any, config: GenerationConfig) -> bool:
-        """Whether a row decoded beside another of its length differs from the row alone; compared on two rows, once.
+    def _settle(self, model: Any, config: GenerationConfig) -> RowBatching:
+        """The rows of a call for a model that padding changes, compared once with rows sampled alone.
 
-        RWKV's does, although its forward of whole rows does not.
+        RecurrentGemma has states outside of its cache, which compact decoding does not reorder; a step of RWKV's
+        decoding mixes rows. Their forwards do not.
         """
-        if self._mixing is None:
+        if self._batching is None:
             policy, config = base_model_of(model), copy.deepcopy(config)
-            ids = probe_rows(policy, self.settings.tokenizer)[0].ids_N
-            rows = [Transcript({}, key, prompt_ids=ids[key : key + 4].tolist()) for key in range(2)]
+            ids = probe_rows(policy, self.settings.tokenizer)[0].ids_N.tolist()
+            rows = [Transcript({}, key, prompt_ids=ids[key // 2 :][:4]) for key in range(4)]
             config.max_new_tokens = 8
-            sample = functools.partial(self._sample, model, rows, config, replace(self.settings, multiple=None))
-            pairs = zip(sample([0, 1]), sample([0]) + sample([1]), strict=True)
+            sample = functools.partial(self._sample, model, rows, config)
             most = _MIXED * rounding_unit(policy, self.settings.device)
-            self._mixing = not all(_agree(*pair, most) for pair in pairs)
-        return self._mixing
+            self.settings = replace(self.settings, multiple=None)
+            alone = [row for place in range(4) for row in sample([place])]
+            if not _agree(sample(range(4)), alone, most):
+                self.settings = replace(self.settings, compact=False)
+            self._batching = "equal_lengths" if _agree(sample(range(4)), alone, most) else "single"
+        return self._batching
 
     def _is_compact(self, model: Any, config: GenerationConfig) -> bool:
         whole = self.settings.sharded or not self.settings.compact
@@ -142,14 +145,9 @@ class TransformersEngine:
         return int(free // (cache + policy.config.get_text_config().vocab_size * _SCORE_BYTES))
 
     def _sample(
-        self,
-        model: Any,
-        chunk: Sequence[Transcript],
-        config: GenerationConfig,
-        settings: EngineSettings,
-        part: Sequence[int],
+        self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
     ) -> list[Sampled]:
-        rows, keyed = [chunk[i] for i in part], why_not_by_key(self.model(), config) is None
+        rows, settings, keyed = [chunk[i] for i in part], self.settings, why_not_by_key(self.model(), config) is None
         arguments = (rows, config, settings, self.images_of(rows), keyed, self._is_compact(model, config))
         try:
             return sample_chunk(model, *arguments)
@@ -162,10 +160,11 @@ class TransformersEngine:
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), module, settings.fp16)}.") from None
 
 
-def _agree(one: Sampled, other: Sampled, most: float) -> bool:
-    if one.record is None or other.record is None or one.ids != other.ids:
-        return one.ids == other.ids
-    return bool((one.record.logps_T - other.record.logps_T).abs().max() <= most)
+def _agree(rows: Sequence[Sampled], others: Sequence[Sampled], most: float) -> bool:
+    if [row.ids for row in rows] != [row.ids for row in others]:
+        return False
+    records = [(row.record, other.record) for row, other in zip(rows, others, strict=True)]
+    return all(a is None or b is None or bool((a.logps_T - b.logps_T).abs().max() <= most) for a, b in records)
 
 
 def sample_chunk(
