@@ -18,9 +18,10 @@ from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
-from .form_check import RowsAlone, why_equal_lengths_fail, why_form_fails, why_padding_fails, zeros_filled
+from .form_check import RowsAlone, why_equal_lengths_fail, why_form_fails, why_padding_fails
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
+from .zeros import zeros_filled
 
 logger = get_logger(__name__)
 

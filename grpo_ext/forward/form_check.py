@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from ..batching.micro_batches import Form
 from ..batching.sizes import ceil_div
@@ -35,7 +34,6 @@ _CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt", "padded": "a padded batch"}
 _DRAWS = 2  # perturbed forwards that the rounding is estimated from
 _PADDINGS = (1, 7, 64)  # columns before all prompts; a long batch has the first
-_FILLED = 0.25  # values of parameters that begin at zero, divided by the root of their inputs
 
 # made rows: a further batch is longer than a window of attention up to this width. A model that makes the mask of a
 # longer window itself is refused by forward.attention
@@ -59,7 +57,7 @@ class RowsAlone:
     @cached_property
     def outputs(self) -> tuple[Outputs, torch.Tensor]:
         """Outputs of modules by place, and the log-probabilities of all tokens."""
-        return self._run()
+        return self._run(self._single)
 
     @cached_property
     def missing(self) -> str | None:
@@ -76,21 +74,30 @@ class RowsAlone:
 
     @cached_property
     def roundings(self) -> dict[str, float]:
-        """The rounding of the `outputs` by place, at least the unit of the arithmetic."""
-        outputs, _ = self.outputs
+        """The rounding of the `outputs` by place, at least the unit of the arithmetic; measured on the padded batch."""
+        outputs, parts = self.outputs[0], [range(len(self.rows))]
+        try:
+            base, _ = self._run(parts)
+        except Exception as error:  # a model may take no padding
+            if is_out_of_memory(error):
+                raise
+            base, parts = outputs, self._single
         sizes = {place: self.unit * _size(values) for place, values in outputs.items()}
         for seed in range(_DRAWS):
             with _perturbed(self.policy, self.unit, seed):
-                perturbed, _ = self._run()
-            for place, values in perturbed.items():
+                perturbed, _ = self._run(parts)
+            for place in base.keys() & perturbed.keys() & sizes.keys():
                 # perturbed values near the end of their type's range may overflow
-                sizes[place] = max(sizes[place], _size((values - outputs[place]).nan_to_num(0, 0, 0)))
+                sizes[place] = max(sizes[place], _size((perturbed[place] - base[place]).nan_to_num(0, 0, 0)))
         return sizes
 
+    @property
+    def _single(self) -> list[range]:
+        return [range(row, row + 1) for row in range(len(self.rows))]
+
     @torch.no_grad()
-    def _run(self) -> tuple[Outputs, torch.Tensor]:
-        parts = [self.rows.part([row]) for row in range(len(self.rows))]
-        batches = [lay_out("padded", self.policy, part, self.device) for part in parts]
+    def _run(self, parts: Sequence[range]) -> tuple[Outputs, torch.Tensor]:
+        batches = [lay_out("padded", self.policy, self.rows.part(part), self.device) for part in parts]
         runs = [_outputs(self.model, self.policy, batch) for batch in batches]
         every = [outputs for outputs, _ in runs]
         same = [place for place in every[0] if len({_channels_of(outputs.get(place)) for outputs in every}) == 1]
@@ -295,39 +302,6 @@ def _in_roundings(values: torch.Tensor, alone: torch.Tensor, rounding: float) ->
         return 0.0
     error = _size(values - alone)
     return error / rounding if rounding else math.inf if error else 0.0
-
-
-@contextmanager
-def zeros_filled(model: Any) -> Iterator[None]:
-    """Inside, parameters of which half or more is zero have small random values there.
-
-    A gate, or a convolution that begins as the identity, hides at the start what the modules behind it do between
-    tokens. The weights of ZeRO-3 stay as they are, unless DeepSpeed keeps them whole.
-    """
-    generator, before = torch.Generator().manual_seed(0), list[tuple[torch.Tensor, torch.Tensor]]()
-    with torch.no_grad():
-        _reshard(model)
-        try:
-            for parameter in model.parameters():
-                values = getattr(parameter.data, "_local_tensor", parameter.data)
-                if not values.is_floating_point() or values.count_nonzero() * 2 > values.numel():
-                    continue
-                before.append((values, values.clone()))
-                size = _FILLED / math.sqrt(math.prod(parameter.shape[1:]))
-                noise = size * torch.randn(values.shape, generator=generator)
-                values.copy_(torch.where(values == 0, noise.to(values), values))
-            yield
-        finally:
-            for values, original in before:
-                values.copy_(original)
-            _reshard(model)
-
-
-def _reshard(model: Any) -> None:
-    """Let FSDP2 gather weights again that a forward left gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = None) -> list[TokenRows]:
