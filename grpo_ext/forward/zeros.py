@@ -13,27 +13,25 @@ _SIZE = 0.25  # of the values, divided by the root of the inputs that are summed
 
 @contextmanager
 def zeros_filled(model: Any) -> Iterator[None]:
-    """Inside, parameters of which half or more is zero have small random values there, and so has the padding's token.
+    """Inside, random values are added to parameters of which half or more is zero, and to the padding's embedding.
 
     A gate, or a convolution that begins as the identity, hides at the start what the modules behind it do between
-    tokens. The weights of ZeRO-3 stay as they are, unless DeepSpeed keeps them whole.
+    tokens. What ZeRO-3 has partitioned stays as it is.
     """
-    generator, before = torch.Generator().manual_seed(0), list[tuple[torch.Tensor, torch.Tensor]]()
-    with torch.no_grad():
+    generator = torch.Generator().manual_seed(0)
+    _reshard(model)
+    local = [getattr(parameter.data, "_local_tensor", parameter.data) for parameter in model.parameters()]
+    chosen = filter(_is_mostly_zero, [*local, *(values[:1] for values in local if values.dim() == 2)])
+    before = [(values, values.clone()) for values in chosen]
+    try:
+        for values, _ in before:
+            noise = torch.randn(values.shape, generator=generator) * _SIZE / math.sqrt(math.prod(values.shape[1:]))
+            values.add_(noise.to(values))
+        yield
+    finally:
+        for values, original in before:
+            values.copy_(original)
         _reshard(model)
-        try:
-            parameters = [getattr(parameter.data, "_local_tensor", parameter.data) for parameter in model.parameters()]
-            embeddings = [values[:1] for values in parameters if values.dim() == 2]
-            for values in filter(_is_mostly_zero, [*parameters, *embeddings]):
-                before.append((values, values.clone()))
-                size = _SIZE / math.sqrt(math.prod(values.shape[1:]))
-                noise = size * torch.randn(values.shape, generator=generator)
-                values.copy_(torch.where(values == 0, noise.to(values), values))
-            yield
-        finally:
-            for values, original in reversed(before):
-                values.copy_(original)
-            _reshard(model)
 
 
 def _is_mostly_zero(values: torch.Tensor) -> bool:
