@@ -8,9 +8,9 @@ completion with its prompt; the rows of a group are neighbours and share their p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from .sizes import RowBatching, ceil_div, even_slice
 
@@ -38,12 +38,13 @@ class StepSizes:
 
     def joinable(self, rows: Iterable[int], batching: RowBatching) -> list[list[int]]:
         """The rows, in order, cut where neighbours may not share a padded batch."""
-        keys: dict[RowBatching, Callable[[int], Any]] = {
-            "any": lambda row: None,
-            "equal_lengths": lambda row: (self.prompts_B[row], self.completions_B[row]),
-            "single": lambda row: row,
-        }
-        return [list(part) for _, part in itertools.groupby(rows, key=keys[batching])]
+        if batching == "single":
+            return [[row] for row in rows]
+        parts = itertools.groupby(rows, key=lambda row: batching == "any" or self.lengths(row))
+        return [list(part) for _, part in parts]
+
+    def lengths(self, row: int) -> tuple[int, int]:
+        return self.prompts_B[row], self.completions_B[row]
 
     def load(self, rows: Iterable[int], cost: TokenCost) -> float:
         """The cost on one process: a prompt once per group, and the completions."""
@@ -93,7 +94,7 @@ class MicroBatchLayout:
     max_rows: int  # completions per micro-batch
     max_tokens: int | None = None  # per micro-batch
     form: Form = "padded"
-    batching: RowBatching = "any"  # of rows in the padded form
+    batching: RowBatching = "any"  # of a model that padding changes, in the padded form
     cost: TokenCost = field(default_factory=TokenCost)  # by which groups are assigned to processes
     unit_rows: int | None = None  # completions per canonical unit, the micro-batch then; None: cut by the sizes above
     whole_groups: bool = False  # cut few groups: each part of one rounds the gradient of the prompt
@@ -101,16 +102,12 @@ class MicroBatchLayout:
     rank: int = 0
     equal_counts: bool = False  # all processes run as many micro-batches, because these may hold collectives
 
-    @property
-    def cuts_by_length(self) -> bool:
-        return self.form == "padded" and self.batching != "any"
-
 
 def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[MicroBatch]:
     """The micro-batches of this process, of the `rows` that add something to the step; a plan needs no collective."""
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
     if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
-        units = canonical_units(sizes, rows, 1 if layout.cuts_by_length else layout.unit_rows)
+        units = canonical_units(sizes, rows, layout.unit_rows if layout.batching == "any" else 1)
         numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
         parts = [[units[number] for number in sorted(mine)] for mine in numbers]
     else:
@@ -125,14 +122,12 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
 
 def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
     """Cut rows, the largest micro-batch first: the others reuse its memory, and a shortage shows at once."""
-    if layout.cuts_by_length:
-        rows = sorted(rows, key=lambda row: (sizes.prompts_B[row], sizes.completions_B[row], row))
     parts: list[list[int]] = []
-    for part in sizes.joinable(rows, layout.batching) if layout.cuts_by_length else [rows]:
+    for joinable in sizes.joinable(sorted(rows, key=sizes.lengths), layout.batching):
         if layout.max_tokens is None:
-            parts += cut_by_count(sizes, part, layout.max_rows)
+            parts += cut_by_count(sizes, joinable, layout.max_rows)
         else:
-            parts += cut_by_tokens(sizes, part, layout)
+            parts += cut_by_tokens(sizes, joinable, layout)
     return sorted(parts, key=lambda part: -sizes.tokens(part, layout.form))
 
 

@@ -18,24 +18,24 @@ from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
-from .form_check import RowsAlone, why_equal_lengths_fail, why_form_fails, why_padding_fails, zeros_filled
+from .form_check import RowsAlone, why_equal_lengths_fail, why_form_fails, why_padding_fails
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
+from .zeros import zeros_filled
 
 logger = get_logger(__name__)
 
 _TAKES_LONG = 256  # tokens of a prompt; on a CPU the comparison then takes seconds
-_NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes", "padded": "padded batches"}
+_NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes"}
 _MEANINGS: dict[Form, str] = {
     "packed": "packs: a prompt once for its completions, no padding",
     "prefix": "shared prefixes: a prompt once for its completions, through a cache",
     "padded": "padded: every completion with its prompt",
 }
-# what the forward then costs, as the end of a sentence
 _JOINED: dict[RowBatching, str] = {
-    "any": "",
-    "equal_lengths": ", only completions of one length (with prompts of one length) in a forward: padding changes them",
-    "single": ", one completion in a forward: a batch changes them",
+    "any": "any rows",
+    "equal_lengths": "only rows of one length, for padding changes them",
+    "single": "only one row, for others change it",
 }
 
 
@@ -100,41 +100,45 @@ class ForwardChoice:
 
     def described(self, model: Any) -> str:
         forms = self._of(model)
-        joined = _JOINED[forms.batching] if forms.best == "padded" else ""
-        return _MEANINGS[forms.best] + joined + (f" ({forms.reasons})" if forms.reasons else "")
+        joined = "" if forms.batching == "any" else f"; padded batches hold {_JOINED[forms.batching]}"
+        return _MEANINGS[forms.best] + (f" ({forms.reasons})" if forms.reasons else "") + joined
 
     def is_compared(self, model: Any) -> bool:
         return self._of(model).compared
 
     def compare(self, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> None:
-        """Choose the best form whose results are those of rows alone, and what padding a batch may have.
+        """Choose the best form whose results are those of rows alone, and the rows that padded batches may hold.
 
         All processes together: a form that one refuses is refused on all, and the next one is compared.
         """
-        forms, options = self._of(model), (self.device, self.checkpointing_kwargs, self.group)
-        batches, problem = list[RowsAlone](), None
+        forms, problem, batches = self._of(model), None, list[RowsAlone]()
+        options = self.device, self.checkpointing_kwargs, self.group
         try:
-            batches = [RowsAlone(model, rows, self.device) for rows in make_rows(base_model_of(model))]
+            short, *long = make_rows(base_model_of(model))
+            batches = [RowsAlone(model, short, self.device)]
+            batches += [RowsAlone(model, rows, self.device, paddings=(0,)) for rows in long]
+            if forms.best != "padded" and (longest := max(max(a.rows.prompts_B) for a in batches)) > _TAKES_LONG:
+                logger.info(f"Comparing {_NAMES[forms.best]} with rows alone, on over {longest} tokens, once.")
         except Exception as error:  # a processor may expect prompts like the user's
             problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
         with zeros_filled(model):
             while (form := forms.best) != "padded":
                 reasons = (why_form_fails(form, model, alone.rows, *options, alone) for alone in batches)
-                if (refused := self._first_of_all(reasons, form, batches, problem)) is None:
+                if (reason := self._first_of_all(reasons, problem)) is None:
                     break
-                forms.refused[form] = refused
+                forms.refused[form] = reason
                 self._warn_of_padding(forms)
                 if forms.best != "padded":
                     logger.warning(
                         f"The best form of the forward was refused; completions run as {self.described(model)}."
                     )
-            short = batches if self.forms else batches[:1]
-            reasons = (why_padding_fails(alone) for alone in short)
-            if (refused := self._first_of_all(reasons, "padded", short)) is not None:
-                reasons = (why_equal_lengths_fail(alone) for alone in short[:1])
-                apart = self._first_of_all(reasons, "padded", short[:1]) is not None
-                forms.batching = "single" if apart else "equal_lengths"
-                self._warn_of_batching(forms, refused)
+            if (reason := self._first_of_all(map(why_padding_fails, batches[:1]))) is not None:
+                single = self._first_of_all(map(why_equal_lengths_fail, batches[:1])) is not None
+                forms.batching = "single" if single else "equal_lengths"
+                self._warn(
+                    f"A batch changes what the model computes ({reason}). Where batches are padded, in sampling too, "
+                    f"they hold {_JOINED[forms.batching]}, so most forwards run one completion."
+                )
         forms.compared = True
 
     def share(self, model: Any, twin: Any) -> None:
@@ -155,32 +159,21 @@ class ForwardChoice:
         return self._models[policy]
 
     def _warn_of_padding(self, forms: _ModelForms) -> None:
-        # policy and reference often have the same reasons
-        if self.group is None and forms.reasons and forms.best == "padded" and forms.reasons not in self._warned:
-            self._warned.add(forms.reasons)
-            logger.warning(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
+        if self.group is None and forms.reasons and forms.best == "padded":
+            self._warn(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
 
-    def _warn_of_batching(self, forms: _ModelForms, reason: str) -> None:
-        if forms.batching not in self._warned:
-            self._warned.add(forms.batching)
-            cost = {"equal_lengths": "rows of one length", "single": "one row"}[forms.batching]
-            logger.warning(
-                f"Padding changes what the model computes ({reason}). A padded batch, in sampling too, holds {cost}, "
-                "so there are up to as many forwards as completions."
-            )
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:  # policy and reference often have the same reasons
+            self._warned.add(text)
+            logger.warning(text)
 
-    def _first_of_all(
-        self, reasons: Iterable[str | None], form: Form, batches: Sequence[RowsAlone], problem: str | None = None
-    ) -> str | None:
-        """The first reason of any process to refuse a form; `problem` is one that is known before."""
+    def _first_of_all(self, reasons: Iterable[str | None], known: str | None = None) -> str | None:
+        """The first reason of any process, `known` or else found by a comparison."""
         with together("the comparison of two forms", self.sharded):
-            reason = problem or self._first(reasons, form, batches)
+            reason = known or self._first(reasons)
         return next(filter(None, gather_lists([reason])), None)
 
-    def _first(self, reasons: Iterable[str | None], form: Form, batches: Sequence[RowsAlone]) -> str | None:
-        longest = max((n for alone in batches for n in alone.rows.prompts_B), default=0)
-        if longest > _TAKES_LONG:
-            logger.info(f"Comparing {_NAMES[form]} with rows alone, on rows of over {longest} tokens, once.")
+    def _first(self, reasons: Iterable[str | None]) -> str | None:
         try:
             return next(filter(None, reasons), None)
         except RuntimeError as error:
@@ -188,7 +181,7 @@ class ForwardChoice:
                 raise
             remedy = "use a device with more memory, or FSDP2"
             if self.group is None and self.forms:
-                remedy = "set forward='padded', which is compared on short rows only"
+                remedy = "set forward='padded', which is compared on short rows alone"
             raise MemoryShortageError(
                 f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); {remedy}."
             ) from None

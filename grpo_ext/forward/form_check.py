@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from ..batching.micro_batches import Form
 from ..batching.sizes import ceil_div
@@ -34,8 +33,7 @@ LIMIT = 4.0  # times the rounding; healthy models reach 0.4 on the rows made her
 _CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt", "padded": "a padded batch"}
 _DRAWS = 2  # perturbed forwards that the rounding is estimated from
-_PADDINGS = (1, 7, 64)  # columns before all prompts; a long batch has the first
-_FILLED = 0.25  # values of parameters that begin at zero, divided by the root of their inputs
+PADDINGS = (1, 7, 64)  # columns before all prompts, in batches of short rows
 
 # made rows: a further batch is longer than a window of attention up to this width. A model that makes the mask of a
 # longer window itself is refused by forward.attention
@@ -50,51 +48,38 @@ Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
 
 
 class RowsAlone:
-    """Rows that run one by one, without padding: what every form is compared with. Each row runs once for all forms."""
+    """Rows that run one by one, without padding, once for all forms: what these are compared with."""
 
-    def __init__(self, model: Callable[..., Any], rows: TokenRows, device: torch.device | str) -> None:
+    def __init__(
+        self, model: Callable[..., Any], rows: TokenRows, device: Any, paddings: Sequence[int] = PADDINGS
+    ) -> None:
         self.model, self.policy, self.rows, self.device = model, base_model_of(model), rows, device
-        self.unit = rounding_unit(self.policy, device)
+        self.paddings = paddings  # columns before all prompts, of a batch each
 
     @cached_property
-    def outputs(self) -> tuple[Outputs, torch.Tensor]:
-        """Outputs of modules by place, and the log-probabilities of all tokens."""
-        return self._run()
-
-    @cached_property
-    def missing(self) -> str | None:
-        """The reason why there is nothing to compare with, as a clause."""
-        name = type(self.policy).__name__
-        try:
-            _, logps = self.outputs
-        except Exception as error:
-            if self.rows.images is None or is_out_of_memory(error):  # a fault of the model's own
-                raise
-            return f"{name} fails on an image made for the comparison ({_first_line(error)})"
-        finite = bool(torch.isfinite(logps).all())
-        return None if finite else f"log-probabilities of {name} are not finite, so there is nothing to compare"
-
-    @cached_property
-    def roundings(self) -> dict[str, float]:
-        """The rounding of the `outputs` by place, at least the unit of the arithmetic."""
-        outputs, _ = self.outputs
-        sizes = {place: self.unit * _size(values) for place, values in outputs.items()}
+    def truth(self) -> tuple[Outputs, torch.Tensor, dict[str, float]]:
+        """Outputs of modules by place, the log-probabilities of all tokens, and the rounding by place."""
+        unit = rounding_unit(self.policy, self.device)
+        outputs, logps = self._run()
+        roundings = {place: unit * _size(values) for place, values in outputs.items()}
         for seed in range(_DRAWS):
-            with _perturbed(self.policy, self.unit, seed):
+            with _perturbed(self.policy, unit, seed):
                 perturbed, _ = self._run()
             for place, values in perturbed.items():
                 # perturbed values near the end of their type's range may overflow
-                sizes[place] = max(sizes[place], _size((values - outputs[place]).nan_to_num(0, 0, 0)))
-        return sizes
+                error = (values - outputs[place]).nan_to_num(0, 0, 0)
+                roundings[place] = max(roundings[place], _size(error))
+        return outputs, logps, roundings
 
-    @torch.no_grad()
     def _run(self) -> tuple[Outputs, torch.Tensor]:
         parts = [self.rows.part([row]) for row in range(len(self.rows))]
-        batches = [lay_out("padded", self.policy, part, self.device) for part in parts]
-        runs = [_outputs(self.model, self.policy, batch) for batch in batches]
+        runs = [_outputs(self.model, self.policy, lay_out("padded", self.policy, part, self.device)) for part in parts]
         every = [outputs for outputs, _ in runs]
-        same = [place for place in every[0] if len({_channels_of(outputs.get(place)) for outputs in every}) == 1]
-        outputs = {place: torch.cat([outputs[place] for outputs in every]) for place in same}
+        outputs = {
+            place: torch.cat([outputs[place] for outputs in every])
+            for place, values in every[0].items()
+            if {outputs[place].size(1) if place in outputs else None for outputs in every} == {values.size(1)}
+        }
         return outputs, torch.cat([logps for _, logps in runs])
 
 
@@ -114,11 +99,17 @@ def why_form_fails(
     """
     alone = alone or RowsAlone(model, rows, device)
     policy, name = alone.policy, type(alone.policy).__name__
-    if alone.missing is not None:
-        return alone.missing
     with torch.no_grad():
         try:
-            batches = [lay_out(form, policy, rows, device, group=group, left=n) for n in _paddings(form, policy, rows)]
+            truth, truth_logps, roundings = alone.truth
+        except Exception as error:
+            if rows.images is None or is_out_of_memory(error):  # a fault of the model's own
+                raise
+            fault = f"{name} fails on an image made for the comparison ({_first_line(error)})"
+            return None if form == "padded" else fault
+        try:
+            paddings = (0,) if form == "packed" else alone.paddings
+            batches = [lay_out(form, policy, rows, device, group=group, left=width) for width in paddings]
             runs = [_outputs(model, policy, batch) for batch in batches]
             if form == "prefix" and not _keeps_cache(model, policy, batches[-1], runs[-1][1], checkpointing_kwargs):
                 return f"{name} loses the cache under gradient checkpointing"
@@ -128,7 +119,9 @@ def why_form_fails(
             if is_out_of_memory(error):
                 raise
             return f"{name} fails on {_BATCHES[form]} ({_first_line(error)})"
-    (truth, truth_logps), roundings = alone.outputs, alone.roundings
+    if not torch.isfinite(truth_logps).all():
+        fault = f"log-probabilities of {name} are not finite, so there is nothing to compare"
+        return None if form == "padded" else fault
     for outputs, logps in runs:
         for place in [place for place in truth if place in outputs]:
             ratio = _in_roundings(outputs[place], truth[place], roundings[place])
@@ -143,31 +136,18 @@ def why_form_fails(
 
 
 def why_padding_fails(alone: RowsAlone) -> str | None:
-    """The reason why padded batches do not compute what rows alone do; None where nothing can be compared."""
-    return None if alone.missing else why_form_fails("padded", alone.model, alone.rows, alone.device, alone=alone)
+    """The reason why padding changes what a model computes; None where it does not, or where nothing is known."""
+    return why_form_fails("padded", alone.model, alone.rows, alone.device, alone=alone)
 
 
 def why_equal_lengths_fail(alone: RowsAlone) -> str | None:
-    """The reason why rows of equal lengths may not run together, although they have no padding between them."""
-    rows = alone.rows
-    if rows.images is not None:
+    """The reason why rows change one another in a batch that has no padding."""
+    if alone.rows.images is not None:
         return "images of one batch may be padded to the largest"
-    row = max(range(len(rows)), key=lambda row: rows.completions_B[row])
-    one = rows.part([row])
-    prompt, completion = one.ids_N.split([one.prompts_B[0], one.completions_B[0]])
-    ids_N = torch.cat([prompt, completion, prompt.flip(0), completion.flip(0)])
+    one = alone.rows.part([0])
+    ids_N = torch.cat([one.ids_N, one.ids_N.flip(0)])
     pair = TokenRows(ids_N, [*one.prompts_B] * 2, [*one.completions_B] * 2, [False])
-    return why_form_fails("padded", alone.model, pair, alone.device)
-
-
-def _paddings(form: Form, policy: Any, rows: TokenRows) -> list[int]:
-    """Columns of padding before all prompts, in one forward each; a model may not take more than its positions."""
-    prompt, completion = max(rows.prompts_B), max(rows.completions_B)
-    room = max(_longest_row(policy.config) - prompt - completion, 0)
-    equal = len({*zip(rows.prompts_B, rows.completions_B, strict=True)}) == 1
-    if form == "packed" or equal:
-        return [0]
-    return sorted({min(width, room) for width in (_PADDINGS if prompt <= max(_PADDINGS) else _PADDINGS[:1])})
+    return why_padding_fails(RowsAlone(alone.model, pair, alone.device, paddings=(0,)))
 
 
 def _first_line(error: Exception) -> str:
@@ -189,16 +169,14 @@ def _keeps_cache(model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tenso
 def _outputs(model: Any, policy: Any, batch: FormBatch) -> tuple[Outputs, torch.Tensor]:
     """Outputs of modules at the positions that predict later tokens of completions, and log-probabilities of all.
 
-    In the padded form also outputs at the tokens of prompts, where padding may show more.
+    In the padded form also outputs at all tokens: padding shows most at the begin of a prompt.
     """
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
     later_S, predictor_S, outputs = batch.places_2S[1] > 0, batch.targets.predictor_S, Outputs()
     # in the prefix form the batch of the completions comes last, and a prompt predicts the first token of each
     index = (predictor_S - (batch.counts_BL.numel() - shape.numel())).clamp(min=0)
-    prompts = None
-    if batch.form == "padded":
-        prompts = batch.counts_BL.flatten().index_fill(0, predictor_S + 1, 0).nonzero()[:, 0]
+    everywhere = batch.counts_BL.flatten().nonzero()[:, 0]
 
     def record(module: Any, args: Any, output: Any, name: str) -> None:
         value = output[0] if isinstance(output, tuple) else output
@@ -209,8 +187,8 @@ def _outputs(model: Any, policy: Any, batch: FormBatch) -> tuple[Outputs, torch.
             thin = channels[index.to(value.device)]
             thin = thin if batch.slice is None else batch.slice.whole(thin)
             outputs[name] = thin[later_S.to(thin.device)].to(wide)
-            if prompts is not None:
-                outputs[f"{name} on prompts"] = channels[prompts.to(value.device)].to(wide)
+            if batch.form == "padded":
+                outputs[f"{name}, prompts too"] = channels[everywhere.to(value.device)].to(wide)
 
     with ExitStack() as hooks:
         for name, module in _compared_modules(policy):
@@ -285,49 +263,12 @@ def _size(values: torch.Tensor) -> float:
     return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
 
-def _channels_of(values: torch.Tensor | None) -> int | None:
-    return None if values is None else values.size(1)
-
-
 def _in_roundings(values: torch.Tensor, alone: torch.Tensor, rounding: float) -> float:
     """The difference at one place, in units of the rounding there."""
     if values.shape != alone.shape or not math.isfinite(_size(alone)):
         return 0.0
     error = _size(values - alone)
     return error / rounding if rounding else math.inf if error else 0.0
-
-
-@contextmanager
-def zeros_filled(model: Any) -> Iterator[None]:
-    """Inside, parameters of which half or more is zero have small random values there.
-
-    A gate, or a convolution that begins as the identity, hides at the start what the modules behind it do between
-    tokens. The weights of ZeRO-3 stay as they are, unless DeepSpeed keeps them whole.
-    """
-    generator, before = torch.Generator().manual_seed(0), list[tuple[torch.Tensor, torch.Tensor]]()
-    with torch.no_grad():
-        _reshard(model)
-        try:
-            for parameter in model.parameters():
-                values = getattr(parameter.data, "_local_tensor", parameter.data)
-                if not values.is_floating_point() or values.count_nonzero() * 2 > values.numel():
-                    continue
-                before.append((values, values.clone()))
-                size = _FILLED / math.sqrt(math.prod(parameter.shape[1:]))
-                noise = size * torch.randn(values.shape, generator=generator)
-                values.copy_(torch.where(values == 0, noise.to(values), values))
-            yield
-        finally:
-            for values, original in before:
-                values.copy_(original)
-            _reshard(model)
-
-
-def _reshard(model: Any) -> None:
-    """Let FSDP2 gather weights again that a forward left gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = None) -> list[TokenRows]:

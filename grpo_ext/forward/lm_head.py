@@ -6,7 +6,7 @@ hidden size, V vocabulary.
 """
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -108,18 +108,6 @@ class LogProbs:
     # the recorded experts of each token of the rows, on the CPU; a prompt that ran once for several completions has
     # them in the first of these
     experts_NC: torch.Tensor | None = None
-
-
-def joined(parts: Sequence[LogProbs], places_2S: torch.Tensor) -> LogProbs:
-    """The scores of rows that ran in several forwards, without recorded experts."""
-    routers = [part.router for part in parts if part.router is not None]
-    router = None
-    if routers:
-        logits = tuple(map(torch.cat, zip(*(router.logits for router in routers), strict=True)))
-        router = RouterOutput(logits, torch.cat([router.counts_BL.flatten() for router in routers])[None])
-    entropies = [part.entropies_S for part in parts if part.entropies_S is not None]
-    logps_S = torch.cat([part.logps_S for part in parts])
-    return LogProbs(logps_S, torch.cat(entropies) if entropies else None, router, places_2S.to(logps_S.device))
 
 
 class Targets(types.SimpleNamespace):

@@ -7,7 +7,6 @@ micro-batch runs in one forward, with gradients. `OverridableRunner` serves user
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
 from .forms import in_form, run_rows
-from .lm_head import LogProbs, RouterOutput, joined
+from .lm_head import LogProbs, RouterOutput
 from .routing import Routing
 from .rows import TokenRows, in_columns
 from .token_slice import refuse_other_forms
@@ -154,37 +153,29 @@ class ForwardRunner:
         logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
         return MicroBatchScores(logps, entropies, output.router, output.routing)
 
-    def multiple_of(self, model: Any, form: Form) -> int:
-        """The multiple of tokens that widths are filled up to; 1 where padding would change the results."""
-        return self.multiple if self.batching(model, form) == "any" else 1
-
-    def batching(self, model: Any, form: Form) -> RowBatching:
-        """The rows that a forward in a form may hold together."""
-        return self.choice.batching(model) if form == "padded" else "any"
+    def padding(self, model: Any, form: Form) -> tuple[RowBatching, int]:
+        """The rows that a batch of a form may hold together, and the multiple of tokens that it is filled up to."""
+        batching = self.choice.batching(model) if form == "padded" else "any"
+        return batching, self.multiple if batching == "any" else 1
 
     def _cut(
         self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None
     ) -> list[list[int]]:
-        form = self._form_of(model, rows)
-        sizes, limits = self._sizes(model, rows, form), (batch_size or len(rows), max_tokens, form)
-        joinable = sizes.joinable(range(len(rows)), self.batching(model, form))
-        return [chunk for part in joinable for chunk in filled(sizes, [[row] for row in part], *limits)]
-
-    def _form_of(self, model: Any, rows: TokenRows) -> Form:
-        return self.choice.form(model) if rows.attended_N is None else "padded"
-
-    def _sizes(self, model: Any, rows: TokenRows, form: Form) -> StepSizes:
+        form = self.choice.form(model) if rows.attended_N is None else "padded"
         groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
-        return StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple_of(model, form))
+        batching, multiple = self.padding(model, form)
+        sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, multiple)
+        limits = batch_size or len(rows), max_tokens, form
+        parts = sizes.joinable(range(len(rows)), batching)
+        return [chunk for part in parts for chunk in filled(sizes, [[row] for row in part], *limits)]
 
     def _run_chunks(self, model: Any, rows: TokenRows, limits: ForwardLimits, **options: Any) -> list[LogProbs]:
         """Run a rollout in chunks that fit into memory, in bitwise mode in canonical units."""
-        if (unit := self.args.unit_rows) is None:
-            chunks = self._cut(model, rows, limits.completions, limits.tokens)
+        if (unit := self.args.unit_rows) is None or self.choice.batching(model) != "any":
+            chunks = self._cut(model, rows, 1 if unit else limits.completions, limits.tokens)
         else:
             sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
-            padded = self.batching(model, self._form_of(model, rows)) == "any"
-            chunks = canonical_units(sizes, range(len(rows)), unit if padded else 1)
+            chunks = canonical_units(sizes, range(len(rows)), unit)
         # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
         forwards = max_over_processes(len(chunks)) if self.sharded else len(chunks)
         outputs: list[LogProbs] = []
@@ -195,13 +186,11 @@ class ForwardRunner:
         return outputs
 
     def _forward(self, model: Any, rows: TokenRows, **options: Any) -> LogProbs:
-        """Run rows in one forward, with gradients where they are on; `options` are those of `lay_out`.
-
-        Rows that may not be padded together, which a loss outside of a step may hold, run in several.
-        """
-        form, policy = self._form_of(model, rows), base_model_of(model)
+        """Run rows in one forward, with gradients where they are on; `options` are those of `lay_out`."""
+        form, policy = self.choice.form(model), base_model_of(model)
         # outside `in_form_of`, a backward pass under gradient checkpointing would run the layers again in another form
-        if torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy:
+        again = torch.is_grad_enabled() and policy.is_gradient_checkpointing and self._in_form is not policy
+        if again or rows.attended_N is not None:
             form = "padded"
         if options.get("group") is not None:
             if rows.attended_N is not None:
@@ -210,15 +199,9 @@ class ForwardRunner:
                     "tokens between others, which packs cannot; use tool_mask, or sequence_parallel_size=1."
                 )
             self.refuse_other_than_packs(model, form)
-        fixed: dict[str, Any] = {"multiple": self.multiple_of(model, form), "suppressed": self.suppressed}
-        parts = self._sizes(model, rows, form).joinable(range(len(rows)), self.batching(model, form))
+        fixed: dict[str, Any] = {"multiple": self.padding(model, form)[1], "suppressed": self.suppressed}
         with self.accelerator.autocast():
-            run = functools.partial(run_rows, form, model, device=self.accelerator.device, **fixed, **options)
-            return (
-                run(rows=rows)
-                if len(parts) == 1
-                else joined([run(rows=rows.part(part)) for part in parts], rows.places())
-            )
+            return run_rows(form, model, rows, self.accelerator.device, **fixed, **options)
 
 
 # ---- Overrides of users --------------------------------------------------------------------------------------------

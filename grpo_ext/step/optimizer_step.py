@@ -144,11 +144,12 @@ class StepPlanner:
         forwards = self.forwards
         limits = self.limits if settings.training else self.eval_limits
         form = "padded" if any(rollout.gaps) else forwards.choice.form(model)
+        batching, multiple = forwards.padding(model, form)
         layout = MicroBatchLayout(
             max_rows=limits.rows,
             max_tokens=limits.tokens,
             form=form,
-            batching=forwards.choice.batching(model),
+            batching=batching,
             cost=self.cost,
             unit_rows=forwards.args.unit_rows,
             whole_groups=forwards.float32_weight_gradients and form != "padded",
@@ -156,7 +157,7 @@ class StepPlanner:
             rank=forwards.group_number,
             equal_counts=forwards.sharded or settings.equal_counts,
         )
-        sizes = rollout.sizes(forwards.multiple_of(model, form))
+        sizes = rollout.sizes(multiple)
         rows = rollout.contributing_rows if settings.skip_zeros else range(len(rollout))
         return StepPlan(sizes, rows, plan_step(sizes, rows, layout), form)
 
