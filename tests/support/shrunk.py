@@ -19,7 +19,8 @@ _MOST_WEIGHTS = 20_000_000
 
 # by the value all settings that get it
 _VALUES: list[tuple[Any, str]] = [
-    (60, "vocab_size"),
+    (60, "vocab_size vocab_size_per_layer_input"),
+    (32, "input_embedding_size output_embedding_size"),
     (32, "hidden_size d_model n_embd dim embedding_size decoder_hidden_size attention_hidden_size lru_width block_dim"),
     (48, "intermediate_size ffn_hidden_size n_inner decoder_ffn_dim ffn_dim block_ff_dim intermediate_size_mlp dff"),
     (4, "num_hidden_layers n_layer n_layers num_layers decoder_layers"),
@@ -37,17 +38,35 @@ _VALUES: list[tuple[Any, str]] = [
     (1, "n_group topk_group n_shared_experts num_shared_experts first_k_dense_replace num_dense_layers encoder_layers"),
     (6, "sliding_window attention_window_size window_size attention_chunk_size"),
     (True, "is_decoder"),
+    (0.2, "initializer_range init_std"),
+    (8, "hidden_size_per_layer_input"),
+    (0, "num_kv_shared_layers"),
+    (4, "rotary_dim"),
     (4, "linear_num_value_heads"),
     (2, "linear_num_key_heads"),
     (8, "linear_key_head_dim linear_value_head_dim"),
 ]
 _SMALL = {name: value for value, names in _VALUES for name in names.split()}
-_FURTHER: dict[str, dict[str, Any]] = {**MODELS}
+_FURTHER: dict[str, dict[str, Any]] = {
+    **MODELS,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"head_dim": 8},
+    "mpt": {"attn_config": None},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "kimi_linear": {
+        **{"linear_head_dim": 8, "linear_num_heads": 4},
+        **{"layer_types": ["linear_attention", "full_attention"] * 2},
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
 
 
 def shrunk(kind: str, seed: int = 0) -> Any:
     """A random causal language model of a kind; fails where its configuration takes other sizes."""
-    config = CONFIG_MAPPING[kind](**_settings(CONFIG_MAPPING[kind]) | _FURTHER.get(kind, {}))
+    settings = _settings(CONFIG_MAPPING[kind]) | _FURTHER.get(kind, {})
+    config = CONFIG_MAPPING[kind](**{name: value for name, value in settings.items() if value is not None})
     with torch.device("meta"):
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if weights > _MOST_WEIGHTS:
@@ -65,6 +84,8 @@ def _settings(cls: Any) -> dict[str, Any]:
     names = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", {})}
     names |= set(inspect.signature(cls).parameters)
     settings = {name: value for name, value in _SMALL.items() if name in names}
+    if "qk_rope_head_dim" in names:  # latent attention: every head has keys of its own, of two widths
+        settings |= {"head_dim": None, "num_key_value_heads": None}
     for name, part in getattr(cls, "sub_configs", {}).items():
         if hasattr(part, "model_type"):
             settings[name] = _settings(part)
