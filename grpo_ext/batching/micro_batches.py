@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .sizes import ceil_div, even_slice
+from .sizes import RowBatching, ceil_div, even_slice
 
 # a pack without padding; prompts once, then their completions, both padded; every completion with its prompt, padded
 Form = Literal["packed", "prefix", "padded"]
@@ -35,6 +35,16 @@ class StepSizes:
     def pieces(self, rows: Iterable[int]) -> list[list[int]]:
         """The rows, in order, cut where the group changes."""
         return [list(piece) for _, piece in itertools.groupby(sorted(rows), key=self.groups_B.__getitem__)]
+
+    def joinable(self, rows: Iterable[int], batching: RowBatching) -> list[list[int]]:
+        """The rows, in order, cut where neighbours may not share a padded batch."""
+        if batching == "single":
+            return [[row] for row in rows]
+        parts = itertools.groupby(rows, key=lambda row: batching == "any" or self.lengths(row))
+        return [list(part) for _, part in parts]
+
+    def lengths(self, row: int) -> tuple[int, int]:
+        return self.prompts_B[row], self.completions_B[row]
 
     def load(self, rows: Iterable[int], cost: TokenCost) -> float:
         """The cost on one process: a prompt once per group, and the completions."""
@@ -84,6 +94,7 @@ class MicroBatchLayout:
     max_rows: int  # completions per micro-batch
     max_tokens: int | None = None  # per micro-batch
     form: Form = "padded"
+    batching: RowBatching = "any"  # of a model that padding changes, in the padded form
     cost: TokenCost = field(default_factory=TokenCost)  # by which groups are assigned to processes
     unit_rows: int | None = None  # completions per canonical unit, the micro-batch then; None: cut by the sizes above
     whole_groups: bool = False  # cut few groups: each part of one rounds the gradient of the prompt
@@ -96,7 +107,7 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
     """The micro-batches of this process, of the `rows` that add something to the step; a plan needs no collective."""
     shortest = min(range(len(sizes.completions_B)), key=lambda row: sizes.completions_B[row])
     if layout.unit_rows is not None:  # units go to processes whole; each runs them in order
-        units = canonical_units(sizes, rows, layout.unit_rows)
+        units = canonical_units(sizes, rows, layout.unit_rows if layout.batching == "any" else 1)
         numbers = _longest_first([sizes.load(unit, layout.cost) for unit in units], layout.processes)
         parts = [[units[number] for number in sorted(mine)] for mine in numbers]
     else:
@@ -111,10 +122,12 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
 
 def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
     """Cut rows, the largest micro-batch first: the others reuse its memory, and a shortage shows at once."""
-    if layout.max_tokens is None:
-        parts = cut_by_count(sizes, rows, layout.max_rows)
-    else:
-        parts = cut_by_tokens(sizes, rows, layout)
+    parts: list[list[int]] = []
+    for joinable in sizes.joinable(sorted(rows, key=sizes.lengths), layout.batching):
+        if layout.max_tokens is None:
+            parts += cut_by_count(sizes, joinable, layout.max_rows)
+        else:
+            parts += cut_by_tokens(sizes, joinable, layout)
     return sorted(parts, key=lambda part: -sizes.tokens(part, layout.form))
 
 

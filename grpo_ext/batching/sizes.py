@@ -8,9 +8,12 @@ First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError
+
+# which rows a padded batch of a model may hold together: any, those of equal lengths (no padding), or one at a time
+RowBatching = Literal["any", "equal_lengths", "single"]
 
 # without a rollout_chunk_size; constants, so that chunks depend neither on the device nor on the number of processes
 CHUNK = 64  # the most completions of a chunk, unless a group has more
@@ -49,6 +52,7 @@ class ChunkSizes:
     group: int  # completions of a prompt
     chunk: int | None = None
     call: int | None = None
+    batching: RowBatching = "any"  # of the rows of a call
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,11 @@ class BatchGeometry:
         """Micro-batches of a process in a rollout batch: TRL sizes vLLM's queue by this many."""
         return ceil_div(ceil_div(self.rollout_batch_size, self.num_processes), self.micro_batch_size)
 
-    def chunk_sizes(self, group: int) -> ChunkSizes:
+    def chunk_sizes(self, group: int, batching: RowBatching = "any") -> ChunkSizes:
         """For groups of this size: an evaluation may have another than training."""
         call = self.generate_size if self.together else self.rollout_chunk_size
-        return ChunkSizes(group, *(max(1, rows // group) * group for rows in (self.rollout_chunk_size, call)))
+        chunk, call = (max(1, rows // group) * group for rows in (self.rollout_chunk_size, call))
+        return ChunkSizes(group, chunk, call, batching)
 
     @property
     def idle_share(self) -> float:

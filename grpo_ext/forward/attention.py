@@ -152,7 +152,8 @@ def packed_attention_forward(
                 options["s_aux"] = layer.sinks
         attend = partial(kernel, layer, **options)
         out = _by_group(layout, states, lambda *states, mask: attend(*states, mask)[0], mask_of)
-    return out if layout.group is None else to_tokens(layout.group, out), None
+    # models reshape it by `view`, as the output of transformers' kernels allows
+    return (out if layout.group is None else to_tokens(layout.group, out)).contiguous(), None
 
 
 def _plain(layout: PackLayout, window: int | None, states: States, scale: float | None) -> torch.Tensor:

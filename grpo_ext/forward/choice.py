@@ -1,9 +1,9 @@
 """Which form a model's completions run in (packed, prefix or padded), decided once for each model before a run begins.
 
-Differs from TRL, which always pads. `form_check` compares a form with padding on rows made for that.
+Differs from TRL, which always pads. `form_check` compares every form, padded batches too, with rows that run alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,15 +12,16 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 
-from ..batching.micro_batches import Form
+from ..batching.micro_batches import Form, RowBatching
 from ..errors import MemoryShortageError
 from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
-from .form_check import why_form_fails
+from .form_check import RowsAlone, why_equal_lengths_fail, why_form_fails, why_padding_fails
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
+from .zeros import zeros_filled
 
 logger = get_logger(__name__)
 
@@ -30,6 +31,11 @@ _MEANINGS: dict[Form, str] = {
     "packed": "packs: a prompt once for its completions, no padding",
     "prefix": "shared prefixes: a prompt once for its completions, through a cache",
     "padded": "padded: every completion with its prompt",
+}
+_JOINED: dict[RowBatching, str] = {
+    "any": "any rows",
+    "equal_lengths": "only rows of one length, for padding changes them",
+    "single": "only one row, for others change it",
 }
 
 
@@ -46,6 +52,7 @@ class _ModelForms:
     forms: tuple[Form, ...]
     refused: dict[Form, str]
     compared: bool = False
+    batching: RowBatching = "any"  # of rows in the padded form
 
     @property
     def best(self) -> Form:
@@ -82,32 +89,56 @@ class ForwardChoice:
         forms = self._models.get(base_model_of(model))
         return forms.best if forms is not None and forms.compared else "padded"
 
+    def batching(self, model: Any) -> RowBatching:
+        """The rows that a padded batch of a model may hold together, in sampling too; "any" before `compare`."""
+        forms = self._models.get(base_model_of(model))
+        return "any" if forms is None else forms.batching
+
     def planned(self, model: Any) -> Form:
-        """The form that runs if it compares equal to padding; warns once of a model that pads."""
+        """The form that runs if it compares equal to rows alone; warns once of a model that pads."""
         return self._of(model).best
 
     def described(self, model: Any) -> str:
         forms = self._of(model)
-        return _MEANINGS[forms.best] + (f" ({forms.reasons})" if forms.reasons else "")
+        joined = "" if forms.batching == "any" else f"; padded batches hold {_JOINED[forms.batching]}"
+        return _MEANINGS[forms.best] + (f" ({forms.reasons})" if forms.reasons else "") + joined
 
     def is_compared(self, model: Any) -> bool:
         return self._of(model).compared
 
     def compare(self, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> None:
-        """Choose the best form whose results agree with padding; all processes together.
+        """Choose the best form whose results are those of rows alone, and the rows that padded batches may hold.
 
-        A form that one process refuses is refused on all, and the next one is compared.
+        All processes together: a form that one refuses is refused on all, and the next one is compared.
         """
-        forms = self._of(model)
-        while forms.best != "padded":
-            with together("the comparison of two forms", self.sharded):
-                reason = self._why_refused(forms.best, model, make_rows)
-            if (refused := next(filter(None, gather_lists([reason])), None)) is None:
-                break
-            forms.refused[forms.best] = refused
-            self._warn_of_padding(forms)
-            if forms.best != "padded":
-                logger.warning(f"The best form of the forward was refused; completions run as {self.described(model)}.")
+        forms, problem, batches = self._of(model), None, list[RowsAlone]()
+        options = self.device, self.checkpointing_kwargs, self.group
+        try:
+            short, *long = make_rows(base_model_of(model))
+            batches = [RowsAlone(model, short, self.device)]
+            batches += [RowsAlone(model, rows, self.device, paddings=(0,)) for rows in long]
+            if forms.best != "padded" and (longest := max(max(a.rows.prompts_B) for a in batches)) > _TAKES_LONG:
+                logger.info(f"Comparing {_NAMES[forms.best]} with rows alone, on over {longest} tokens, once.")
+        except Exception as error:  # a processor may expect prompts like the user's
+            problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
+        with zeros_filled(model):
+            while (form := forms.best) != "padded":
+                reasons = (why_form_fails(form, model, alone.rows, *options, alone) for alone in batches)
+                if (reason := self._first_of_all(reasons, problem)) is None:
+                    break
+                forms.refused[form] = reason
+                self._warn_of_padding(forms)
+                if forms.best != "padded":
+                    logger.warning(
+                        f"The best form of the forward was refused; completions run as {self.described(model)}."
+                    )
+            if (reason := self._first_of_all(map(why_padding_fails, batches[:1]))) is not None:
+                single = self._first_of_all(map(why_equal_lengths_fail, batches[:1])) is not None
+                forms.batching = "single" if single else "equal_lengths"
+                self._warn(
+                    f"A batch changes what the model computes ({reason}). Where batches are padded, in sampling too, "
+                    f"they hold {_JOINED[forms.batching]}, so most forwards run one completion."
+                )
         forms.compared = True
 
     def share(self, model: Any, twin: Any) -> None:
@@ -128,26 +159,29 @@ class ForwardChoice:
         return self._models[policy]
 
     def _warn_of_padding(self, forms: _ModelForms) -> None:
-        # policy and reference often have the same reasons
-        if self.group is None and forms.reasons and forms.best == "padded" and forms.reasons not in self._warned:
-            self._warned.add(forms.reasons)
-            logger.warning(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
+        if self.group is None and forms.reasons and forms.best == "padded":
+            self._warn(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
 
-    def _why_refused(self, form: Form, model: Any, make_rows: Callable[[Any], Sequence[TokenRows]]) -> str | None:
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:  # policy and reference often have the same reasons
+            self._warned.add(text)
+            logger.warning(text)
+
+    def _first_of_all(self, reasons: Iterable[str | None], known: str | None = None) -> str | None:
+        """The first reason of any process, `known` or else found by a comparison."""
+        with together("the comparison of two forms", self.sharded):
+            reason = known or self._first(reasons)
+        return next(filter(None, gather_lists([reason])), None)
+
+    def _first(self, reasons: Iterable[str | None]) -> str | None:
         try:
-            batches = make_rows(base_model_of(model))
-        except Exception as error:  # a processor may expect prompts like the user's
-            return f"rows to compare it on could not be made ({type(error).__name__}: {error})"
-        if (longest := max(max(rows.prompts_B) for rows in batches)) > _TAKES_LONG:
-            logger.info(f"Comparing {_NAMES[form]} with padded batches on rows of over {longest} tokens, once.")
-        try:
-            options = self.device, self.checkpointing_kwargs, self.group
-            reasons = (why_form_fails(form, model, rows, *options) for rows in batches)
             return next(filter(None, reasons), None)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            remedy = "set forward='padded'" if self.group is None else "use a device with more memory, or FSDP2"
+            remedy = "use a device with more memory, or FSDP2"
+            if self.group is None and self.forms:
+                remedy = "set forward='padded', which is compared on short rows alone"
             raise MemoryShortageError(
                 f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); {remedy}."
             ) from None

@@ -1,8 +1,8 @@
-"""Compares a form of the forward with padding: a few completions run both ways, and modules have to agree.
+"""Compares a form of the forward with rows that run alone: a few completions, on which modules have to agree.
 
 Runs before training begins (forward.choice), on rows made for that. Log-probabilities are not enough: in
-half precision a deep model amplifies rounding until it hides ignored positions. The rounding is measured: the padded
-batch runs again with every module's output off by a unit in the last place.
+half precision a deep model amplifies rounding until it hides ignored positions. The rounding is measured: the rows
+run again with every module's output off by a unit in the last place.
 """
 
 import functools
@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -31,8 +32,9 @@ from .rows import TokenRows
 
 LIMIT = 4.0  # times the rounding; healthy models reach 0.4 on the rows made here, a planted fault 22 and more
 _CHANNELS = 64  # of a module's output that are compared, at most
-_BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt"}
+_BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt", "padded": "a padded batch"}
 _DRAWS = 2  # perturbed forwards that the rounding is estimated from
+PADDINGS = (1, 7, 64)  # columns before all prompts, in batches of short rows
 
 # made rows: a further batch is longer than a window of attention up to this width. A model that makes the mask of a
 # longer window itself is refused by forward.attention
@@ -46,6 +48,42 @@ _Prompt = tuple[torch.Tensor, list[Any]]  # token ids, and the images
 Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
 
 
+class RowsAlone:
+    """Rows that run one by one, without padding, once for all forms: what these are compared with."""
+
+    def __init__(
+        self, model: Callable[..., Any], rows: TokenRows, device: Any, paddings: Sequence[int] = PADDINGS
+    ) -> None:
+        self.model, self.policy, self.rows, self.device = model, base_model_of(model), rows, device
+        self.paddings = paddings  # columns before all prompts, of a batch each
+
+    @cached_property
+    def truth(self) -> tuple[Outputs, torch.Tensor, dict[str, float]]:
+        """Outputs of modules by place, the log-probabilities of all tokens, and the rounding by place."""
+        unit = rounding_unit(self.policy, self.device)
+        outputs, logps = self._run()
+        roundings = {place: unit * _size(values) for place, values in outputs.items()}
+        for seed in range(_DRAWS):
+            with _perturbed(self.policy, unit, seed):
+                perturbed, _ = self._run()
+            for place, values in perturbed.items():
+                # perturbed values near the end of their type's range may overflow
+                error = (values - outputs[place]).nan_to_num(0, 0, 0)
+                roundings[place] = max(roundings[place], _size(error))
+        return outputs, logps, roundings
+
+    def _run(self) -> tuple[Outputs, torch.Tensor]:
+        parts = [self.rows.part([row]) for row in range(len(self.rows))]
+        runs = [_outputs(self.model, self.policy, lay_out("padded", self.policy, part, self.device)) for part in parts]
+        every = [outputs for outputs, _ in runs]
+        outputs = {
+            place: torch.cat([outputs[place] for outputs in every])
+            for place, values in every[0].items()
+            if {outputs[place].size(1) if place in outputs else None for outputs in every} == {values.size(1)}
+        }
+        return outputs, torch.cat([logps for _, logps in runs])
+
+
 def why_form_fails(
     form: Form,
     model: Callable[..., Any],  # as the loop calls it, without gradient checkpointing
@@ -53,26 +91,28 @@ def why_form_fails(
     device: torch.device | str = "cpu",
     checkpointing_kwargs: dict[str, Any] | None = None,  # of the run's gradient checkpointing; None without it
     group: SequenceGroup | None = None,  # whose members share the tokens of a pack
+    alone: RowsAlone | None = None,  # of these rows, where they have run for another form
 ) -> str | None:
-    """The reason why a model does not run a form, as a clause; None where its modules' outputs agree with padding.
+    """The reason why a model does not run a form, as a clause; None where its modules' outputs agree with rows alone.
 
     Every process runs the same number of forwards, unless the model refuses or memory runs out. The first token of a
-    completion shows no fault: its prompt alone predicts it.
+    completion shows no fault in a pack: its prompt alone predicts it.
     """
-    policy, later_S = base_model_of(model), (rows.places()[1] > 0).to(device)
-    name, padded_batch = type(policy).__name__, lay_out("padded", policy, rows, device)
-    run = functools.partial(_outputs, model, policy, later_S=later_S)
+    alone = alone or RowsAlone(model, rows, device)
+    policy, name = alone.policy, type(alone.policy).__name__
     with torch.no_grad():
         try:
-            padded, padded_logps = run(padded_batch)
+            truth, truth_logps, roundings = alone.truth
         except Exception as error:
             if rows.images is None or is_out_of_memory(error):  # a fault of the model's own
                 raise
-            return f"{name} fails on an image made for the comparison ({_first_line(error)})"
+            fault = f"{name} fails on an image made for the comparison ({_first_line(error)})"
+            return None if form == "padded" else fault
         try:
-            batch = lay_out(form, policy, rows, device, group=group)
-            outputs, logps = run(batch)
-            if form == "prefix" and not _keeps_cache(model, policy, batch, logps, checkpointing_kwargs):
+            paddings = (0,) if form == "packed" else alone.paddings
+            batches = [lay_out(form, policy, rows, device, group=group, left=width) for width in paddings]
+            runs = [_outputs(model, policy, batch) for batch in batches]
+            if form == "prefix" and not _keeps_cache(model, policy, batches[-1], runs[-1][1], checkpointing_kwargs):
                 return f"{name} loses the cache under gradient checkpointing"
         except PackRefused as error:
             return str(error)
@@ -80,22 +120,35 @@ def why_form_fails(
             if is_out_of_memory(error):
                 raise
             return f"{name} fails on {_BATCHES[form]} ({_first_line(error)})"
-        unit, perturbed = rounding_unit(policy, device), []
-        for seed in range(_DRAWS):
-            with _perturbed(policy, unit, seed):
-                perturbed.append(run(padded_batch)[0])
-    if not torch.isfinite(padded_logps).all():
-        return f"log-probabilities of {name} are not finite, so there is nothing to compare"
-    for place in [place for place in padded if place in outputs]:
-        ratio = _in_roundings(outputs[place], padded[place], [values[place] for values in perturbed], unit)
-        if not ratio <= LIMIT:
-            gap = float((logps - padded_logps).abs().float().mean())
-            return (
-                f"{form} and padded log-probabilities of {name} differ by {gap:.1e} on average, and the output of "
-                f"{place} by {ratio:.0f} times the rounding (up to {LIMIT:.0f} is rounding): the model does something "
-                "between tokens that this form does not reproduce"
-            )
+    if not torch.isfinite(truth_logps).all():
+        fault = f"log-probabilities of {name} are not finite, so there is nothing to compare"
+        return None if form == "padded" else fault
+    for outputs, logps in runs:
+        for place in [place for place in truth if place in outputs]:
+            ratio = _in_roundings(outputs[place], truth[place], roundings[place])
+            if not ratio <= LIMIT:
+                gap = float((logps - truth_logps).abs().float().mean())
+                return (
+                    f"{form} log-probabilities of {name} differ by {gap:.1e} on average from those of each row alone, "
+                    f"and the output of {place} by {ratio:.0f} times the rounding (up to {LIMIT:.0f} is rounding): the "
+                    "model does something between tokens that this form does not reproduce"
+                )
     return None
+
+
+def why_padding_fails(alone: RowsAlone) -> str | None:
+    """The reason why padding changes what a model computes; None where it does not, or where nothing is known."""
+    return why_form_fails("padded", alone.model, alone.rows, alone.device, alone=alone)
+
+
+def why_equal_lengths_fail(alone: RowsAlone) -> str | None:
+    """The reason why rows change one another in a batch that has no padding."""
+    if alone.rows.images is not None:
+        return "images of one batch may be padded to the largest"
+    one = alone.rows.part([0])
+    ids_N = torch.cat([one.ids_N, one.ids_N.flip(0)])
+    pair = TokenRows(ids_N, [*one.prompts_B] * 2, [*one.completions_B] * 2, [False])
+    return why_padding_fails(RowsAlone(alone.model, pair, alone.device, paddings=(0,)))
 
 
 def _first_line(error: Exception) -> str:
@@ -110,20 +163,29 @@ def _keeps_cache(model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tenso
     return torch.allclose(again_S, logps_S, rtol=1e-2, atol=1e-2, equal_nan=True)
 
 
-def _outputs(model: Any, policy: Any, batch: FormBatch, later_S: torch.Tensor) -> tuple[Outputs, torch.Tensor]:
-    """Outputs of modules at the positions that predict the `later_S` tokens, and log-probabilities of all tokens."""
+def _outputs(model: Any, policy: Any, batch: FormBatch) -> tuple[Outputs, torch.Tensor]:
+    """Outputs of modules at the positions that predict later tokens of completions, and log-probabilities of all.
+
+    In the padded form also outputs at all tokens: padding shows most at the begin of a prompt.
+    """
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
+    later_S, predictor_S, outputs = batch.places_2S[1] > 0, batch.targets.predictor_S, Outputs()
     # in the prefix form the batch of the completions comes last, and a prompt predicts the first token of each
-    index, outputs = (batch.targets.predictor_S - (batch.counts_BL.numel() - shape.numel())).clamp(min=0), Outputs()
+    index = (predictor_S - (batch.counts_BL.numel() - shape.numel())).clamp(min=0)
+    everywhere = batch.counts_BL.flatten().nonzero()[:, 0]
 
     def record(module: Any, args: Any, output: Any, name: str) -> None:
         value = output[0] if isinstance(output, tuple) else output
         if _is_numbers(value) and value.dim() > 2 and value.shape[:2] == shape:
             channels = value.flatten(0, 1).flatten(1)
-            thin = channels[index.to(value.device), :: ceil_div(channels.size(1), _CHANNELS)]
+            channels = channels[:, :: ceil_div(channels.size(1), _CHANNELS)]
+            wide = torch.promote_types(channels.dtype, torch.float32)
+            thin = channels[index.to(value.device)]
             thin = thin if batch.slice is None else batch.slice.whole(thin)
-            outputs[name] = thin[later_S.to(thin.device)].to(torch.promote_types(thin.dtype, torch.float32))
+            outputs[name] = thin[later_S.to(thin.device)].to(wide)
+            if batch.form == "padded":
+                outputs[f"{name}, prompts too"] = channels[everywhere.to(value.device)].to(wide)
 
     with ExitStack() as hooks:
         for name, module in _compared_modules(policy):
@@ -194,17 +256,15 @@ def _perturbed(policy: Any, unit: float, seed: int) -> Iterator[None]:
         yield
 
 
-def _in_roundings(values: torch.Tensor, padded: torch.Tensor, perturbed: list[torch.Tensor], unit: float) -> float:
-    """The difference at one place, in units of the rounding there (at least `unit`)."""
+def _size(values: torch.Tensor) -> float:
+    return float(values.square().mean().sqrt()) if values.numel() else 0.0
 
-    def size(values: torch.Tensor) -> float:
-        return float(values.square().mean().sqrt())
 
-    if not math.isfinite(size(padded)):
+def _in_roundings(values: torch.Tensor, alone: torch.Tensor, rounding: float) -> float:
+    """The difference at one place, in units of the rounding there."""
+    if values.shape != alone.shape or not math.isfinite(_size(alone)):
         return 0.0
-    # perturbed values near the end of their type's range may overflow
-    rounding = max(unit * size(padded), *(size((other - padded).nan_to_num(0, 0, 0)) for other in perturbed))
-    error = size(values - padded)
+    error = _size(values - alone)
     return error / rounding if rounding else math.inf if error else 0.0
 
 

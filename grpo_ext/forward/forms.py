@@ -94,12 +94,13 @@ def lay_out(
     suppressed: Sequence[torch.Tensor] = (),
     record_experts: bool = False,
     group: SequenceGroup | None = None,
+    left: int = 0,
 ) -> FormBatch:
     """Lay completions out in a form, and move them to `device` in one copy.
 
     The length of a pack, or the widths of prompts and completions, are multiples of `multiple` tokens. `rows.kept_B`
     refers to `suppressed`. Experts are recorded where `rows` have none to replay. With a `group`, the batch of a pack
-    holds this process's slice.
+    holds this process's slice. `left`: columns of padding before all prompts, in the prefix and padded forms.
     """
     parts: dict[int | None, list[Part]] = {}
     tokens_S, share, among = rows.targets(), None, None
@@ -111,9 +112,9 @@ def lay_out(
         if torch.device(device).type == "cuda":
             parts = joint_parts_by_window(layout[0][LAYOUT], policy.config)
     elif form == "prefix":
-        layout = _prefix(policy, rows, with_router, multiple)
+        layout = _prefix(policy, rows, with_router, multiple, left)
     else:
-        layout = _padded(policy, rows, multiple)
+        layout = _padded(policy, rows, multiple, left)
     masks = None if rows.kept_B is None else SamplingMasks.of(rows.kept_B, suppressed, among)
     *on_device, source_N = layout
     experts_NC = rows.experts_NC
@@ -191,8 +192,8 @@ def _sliced(layout: _Layout, group: SequenceGroup) -> tuple[_Layout, TokenSlice]
     return (ours, predictor_S, counts_BL[:, share.tokens], source_N[share.tokens]), share
 
 
-def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
-    ids, mask, width = rows.padded(multiple)
+def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int, left: int) -> _Layout:
+    ids, mask, width = rows.padded(multiple, left)
     prompt = ids.size(1) - width
     runs = [range(first, min(stop, len(rows))) for first, stop in group_runs(rows.same_prompt)]
     first_G = torch.tensor([run.start for run in runs])
@@ -228,8 +229,8 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int) -> _
     return inputs, before_BT[targets], flat_counts[None], source_N
 
 
-def _padded(policy: Any, rows: TokenRows, multiple: int) -> _Layout:
-    ids, mask, width = rows.padded(multiple)
+def _padded(policy: Any, rows: TokenRows, multiple: int, left: int) -> _Layout:
+    ids, mask, width = rows.padded(multiple, left)
     images = rows.image_inputs(range(len(rows)), ids)
     attended = mask if rows.attended_N is None else mask.masked_scatter(mask.bool(), rows.attended_N.to(mask.dtype))
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attended, **images}

@@ -116,9 +116,12 @@ class TokenRows:
         rows = zip(pairwise(self.starts_B), self.prompts_B, strict=True)
         return torch.cat([values_N[start + prompt : stop] for (start, stop), prompt in rows])
 
-    def padded(self, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Ids and mask (B, L) in TRL's layout, and the completion columns T, at least 1; widths in whole multiples."""
-        prompt = ceil_div(max(*self.prompts_B, 1), multiple) * multiple
+    def padded(self, multiple: int = 1, left: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Ids and mask (B, L) in TRL's layout, and the completion columns T, at least 1; widths in whole multiples.
+
+        `left`: further columns of padding before all prompts.
+        """
+        prompt = ceil_div(max(*self.prompts_B, 1), multiple) * multiple + left
         width = ceil_div(max(*self.completions_B, 1), multiple) * multiple
         column_L = torch.arange(-prompt, width)
         begins = torch.tensor([-n for n in self.prompts_B])[:, None]

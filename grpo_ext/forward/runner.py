@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 
-from ..batching.micro_batches import Form, StepSizes, canonical_units, filled
+from ..batching.micro_batches import Form, RowBatching, StepSizes, canonical_units, filled
 from ..batching.sizes import group_numbers
 from ..compat import checkpointing_layers, checkpoints_layers, images_among
 from ..config import GRPOConfig, forms_of
@@ -171,18 +171,26 @@ class ForwardRunner:
         logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
         return MicroBatchScores(logps, entropies, output.router, output.routing)
 
+    def padding(self, model: Any, form: Form) -> tuple[RowBatching, int]:
+        """The rows that a batch of a form may hold together, and the multiple of tokens that it is filled up to."""
+        batching = self.choice.batching(model) if form == "padded" else "any"
+        return batching, self.multiple if batching == "any" else 1
+
     def _cut(
         self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None
     ) -> list[list[int]]:
         form = self.choice.form(model) if rows.attended_N is None else "padded"
         groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
-        sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, self.multiple)
-        return filled(sizes, [[row] for row in range(len(rows))], batch_size or len(rows), max_tokens, form)
+        batching, multiple = self.padding(model, form)
+        sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, multiple)
+        limits = batch_size or len(rows), max_tokens, form
+        parts = sizes.joinable(range(len(rows)), batching)
+        return [chunk for part in parts for chunk in filled(sizes, [[row] for row in part], *limits)]
 
     def _run_chunks(self, model: Any, rows: TokenRows, limits: ForwardLimits, **options: Any) -> list[LogProbs]:
         """Run a rollout in chunks that fit into memory, in bitwise mode in canonical units."""
-        if (unit := self.args.unit_rows) is None:
-            chunks = self._cut(model, rows, limits.completions, limits.tokens)
+        if (unit := self.args.unit_rows) is None or self.choice.batching(model) != "any":
+            chunks = self._cut(model, rows, 1 if unit else limits.completions, limits.tokens)
         else:
             sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
             chunks = canonical_units(sizes, range(len(rows)), unit)
@@ -209,7 +217,7 @@ class ForwardRunner:
                     "tokens between others, which packs cannot; use tool_mask, or sequence_parallel_size=1."
                 )
             self.refuse_other_than_packs(model, form)
-        fixed: dict[str, Any] = {"multiple": self.multiple, "suppressed": self.suppressed}
+        fixed: dict[str, Any] = {"multiple": self.padding(model, form)[1], "suppressed": self.suppressed}
         with self.accelerator.autocast():
             return run_rows(form, model, rows, self.accelerator.device, **fixed, **options)
 

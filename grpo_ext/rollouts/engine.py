@@ -2,24 +2,26 @@
 
 Differs from TRL, which generates all rows of a process at once with one generator: here the random number of a token
 depends only on the transcript's key and the token's position. Chunks are cut in global order, so a chunk in a call of
-its own has the same shapes for every number of processes. Called by the worker, once for every turn.
+its own has the same shapes for every number of processes. A model that computes other values beside padding, or beside
+other rows, has calls without them. Called by the worker, once for every turn.
 """
 
 import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-from ..batching.sizes import ChunkSizes
+from ..batching.sizes import ChunkSizes, RowBatching
 from ..compat import CACHE
 from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
 from ..forward.architecture import base_model_of, cached_numbers
+from ..forward.form_check import probe_rows, rounding_unit
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.routing import routed
 from ..precision.non_finite import bad_weight, explanation, first_module
@@ -33,6 +35,7 @@ from .keyed import KeyedChoice, greedy_config, own_generate, sampling_filters, w
 from .transcript import Sampled, Transcript
 
 _ROOM = 1.25  # the most that a growing cache allocates, relative to what it holds
+_MIXED = 64  # times the rounding of one operation: log-probabilities of a row in two batches differ by at most this
 _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and copies of filters and choice
 
 
@@ -56,13 +59,15 @@ class EngineSettings:
     fp16: bool = False  # named in the explanation of scores that are not finite
 
 
-def cut_calls(transcripts: Sequence[Transcript], sizes: ChunkSizes) -> list[list[Transcript]]:
-    """The transcripts of each `generate` call, in order; later turns are cut like the first."""
+def cut_calls(transcripts: Sequence[Transcript], sizes: ChunkSizes) -> list[list[int]]:
+    """The transcripts of each `generate` call, by their index; later turns are cut like the first."""
     # the first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
     # chunks of the whole rollout batch
-    calls: dict[int, list[Transcript]] = {}
-    for transcript in transcripts:
-        calls.setdefault(0 if sizes.call is None else transcript.place // sizes.call, []).append(transcript)
+    calls: dict[tuple[int, int], list[int]] = {}
+    for index, row in enumerate(transcripts):
+        lengths = {"any": 0, "equal_lengths": len(row.prompt_ids) + len(row.ids), "single": index}
+        chunk = 0 if sizes.call is None else row.place // sizes.call
+        calls.setdefault((chunk, lengths[sizes.batching]), []).append(index)
     return list(calls.values())
 
 
@@ -73,15 +78,13 @@ class TransformersEngine:
     settings: EngineSettings
     images_of: Callable[[Sequence[Transcript]], RowImages | None]  # None for a model that takes no images
     memory: Halving  # the number of completions that fit into one `generate`
+    _batching: RowBatching | None = None  # see `_settle`
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Sampled]:
         assert config is not None
-        chunks = cut_calls(transcripts, sizes)
-        calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
-        stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
-        sampled: list[Sampled] = []
+        sampled: dict[int, Sampled] = {}
         policy = self.model()
         # `config` has the stop strings (`settings.sampling_config`)
         without_strings = {} if own_generate(policy) else {"stop_strings": None}
@@ -90,14 +93,40 @@ class TransformersEngine:
             assigned(policy.generation_config, **without_strings),
             self.generating() as model,
         ):
+            if sizes.batching == "equal_lengths":
+                sizes = replace(sizes, batching=self._settle(model, config))
+            indices = cut_calls(transcripts, sizes)
+            chunks = [[transcripts[index] for index in chunk] for chunk in indices]
+            calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
+            stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
             for number in range(calls):
                 chunk = chunks[number] if number < len(chunks) else stand_in
                 expected = self._expected_rows(model, chunk, config)
                 sample = functools.partial(self._sample, model, chunk, config)
                 pieces = self.memory.run(range(len(chunk)), sample, expected)
                 if number < len(chunks):
-                    sampled += [row for piece in pieces for row in piece]
-        return sampled
+                    sampled |= zip(indices[number], (row for piece in pieces for row in piece), strict=True)
+        return [sampled[index] for index in range(len(transcripts))]
+
+    def _settle(self, model: Any, config: GenerationConfig) -> RowBatching:
+        """The rows of a call for a model that padding changes, compared once with rows sampled alone.
+
+        RecurrentGemma has states outside of its cache, which compact decoding does not reorder; a step of RWKV's
+        decoding mixes rows. Their forwards do not.
+        """
+        if self._batching is None:
+            policy, config = base_model_of(model), copy.deepcopy(config)
+            ids = probe_rows(policy, self.settings.tokenizer)[0].ids_N.tolist()
+            rows = [Transcript({}, key, prompt_ids=ids[key // 2 :][:4]) for key in range(4)]
+            config.max_new_tokens = 8
+            sample = functools.partial(self._sample, model, rows, config)
+            most = _MIXED * rounding_unit(policy, self.settings.device)
+            self.settings = replace(self.settings, multiple=None)
+            alone = [row for place in range(4) for row in sample([place])]
+            if not _agree(sample(range(4)), alone, most):
+                self.settings = replace(self.settings, compact=False)
+            self._batching = "equal_lengths" if _agree(sample(range(4)), alone, most) else "single"
+        return self._batching
 
     def _is_compact(self, model: Any, config: GenerationConfig) -> bool:
         whole = self.settings.sharded or not self.settings.compact
@@ -129,6 +158,13 @@ class TransformersEngine:
                 sample_chunk(model, *arguments)
             module = first[0][1] if first else None
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), module, settings.fp16)}.") from None
+
+
+def _agree(rows: Sequence[Sampled], others: Sequence[Sampled], most: float) -> bool:
+    if [row.ids for row in rows] != [row.ids for row in others]:
+        return False
+    records = [(row.record, other.record) for row, other in zip(rows, others, strict=True)]
+    return all(a is None or b is None or bool((a.logps_T - b.logps_T).abs().max() <= most) for a, b in records)
 
 
 def sample_chunk(

@@ -59,11 +59,12 @@ def advantage_rule(view: TrainerView) -> AdvantageRule:
 
 def _sampling(view: TrainerView, worker: RolloutWorker) -> SamplingSettings:
     environments = Environments(dict(view.environment_factories or {}), view.environment_pools, worker.retired)
+    group, batching = view.group_size, worker.forwards.choice.batching(view.model)
     return SamplingSettings(
         training=view.model.training,
-        num_generations=view.group_size,
+        num_generations=group,
         # vLLM batches by itself
-        sizes=ChunkSizes(view.group_size) if view.use_vllm else view.geometry.chunk_sizes(view.group_size),
+        sizes=ChunkSizes(group) if view.use_vllm else view.geometry.chunk_sizes(group, batching),
         seed=view.args.seed,
         generation_config=None if view.use_vllm else sampling_config(view),
         chat=chat_of(view),

@@ -161,8 +161,9 @@ class RolloutWorker:
         turn, sharded = local.settings.sampling.hooks.turn, self.settings.sharded
         if turn is None or (sharded and (local.request.stands_in or not transcripts)):  # the forwards of others too
             return self.sample_by_engine(local, transcripts)
-        sizes, sampled = local.settings.sampling.sizes, list[Sampled]()
-        for chunk in [transcripts] if sharded else cut_calls(transcripts, sizes):
+        sizes, sampled = local.settings.sampling.sizes, dict[int, Sampled]()
+        for indices in [range(len(transcripts))] if sharded else cut_calls(transcripts, sizes):
+            chunk = [transcripts[index] for index in indices]
             later = chunk[0].turns > 0
             images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
@@ -178,8 +179,9 @@ class RolloutWorker:
                     f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
                 )
             values = [None] * len(ids) if logps is None else logps
-            sampled += [Sampled(list(tokens), value) for tokens, value in zip(ids, values, strict=True)]
-        return sampled
+            rows = (Sampled(list(tokens), value) for tokens, value in zip(ids, values, strict=True))
+            sampled |= zip(indices, rows, strict=True)
+        return [sampled[index] for index in range(len(transcripts))]
 
     def sample_by_engine(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
         """Sample with the engine; a process without prompts gets one token for each stand-in."""

@@ -201,10 +201,12 @@ class StepPlanner:
         forwards = self.forwards
         limits = self.limits if settings.training else self.eval_limits
         form = "padded" if any(rollout.gaps) else forwards.choice.form(model)
+        batching, multiple = forwards.padding(model, form)
         layout = MicroBatchLayout(
             max_rows=limits.rows,
             max_tokens=limits.tokens,
             form=form,
+            batching=batching,
             cost=self.cost,
             unit_rows=forwards.args.unit_rows,
             whole_groups=forwards.float32_weight_gradients and form != "padded",
@@ -212,7 +214,7 @@ class StepPlanner:
             rank=forwards.group_number,
             equal_counts=forwards.sharded or settings.equal_counts,
         )
-        sizes = rollout.sizes(forwards.multiple)
+        sizes = rollout.sizes(multiple)
         rows = rollout.contributing_rows if settings.skip_zeros else range(len(rollout))
         return StepPlan(sizes, rows, plan_step(sizes, rows, layout), form)
 

@@ -30,13 +30,13 @@ from grpo_ext.runtime import sequence_group
 from grpo_ext.runtime.sequence_group import SequenceGroup
 from grpo_ext.tools.plan import saved_bytes
 from tests.distributed.tasks import RANK, save, trainer_of
-from tests.support.architectures import architecture
+from tests.support.architectures import VIEWING, architecture
 from tests.support.images import image_model, image_processor
 from tests.support.launch import leave
 from tests.support.packs import MODELS, SHAPES, apart, model_of, rows_of, scoring, with_gradient
 from tests.support.trainers import make, passing_on
 
-KINDS = (*MODELS, "gpt_oss", "deepseek_v3")
+KINDS = (*MODELS, "gpt_oss", "deepseek_v3", *VIEWING)
 LONG = ([16], [[48, 47, 31]])
 PACKED: Form = "packed"
 

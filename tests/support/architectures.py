@@ -32,7 +32,7 @@ _DELTA = {
 }
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 8}
 _LATENT = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-_MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -66,6 +66,9 @@ _MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS,
     "glm4_moe": _GROUPED_EXPERTS,
     "phimoe": _LOCAL_EXPERTS,
+    # these reshape the output of attention by `view`
+    "afmoe": {**_EXPERTS, "sliding_window": 6},
+    "jetmoe": {**_LOCAL_EXPERTS, "kv_channels": 8},
     # these run no completions behind a cached prompt
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "use_mamba_kernels": False},
     "minimax": {**_LOCAL_EXPERTS, "block_size": 8},
@@ -74,15 +77,16 @@ _MODELS: dict[str, dict[str, Any]] = {
     },
 }
 REFUSING = ("jamba", "minimax", "mamba2")
-ROUTED = ("mixtral", "olmoe", "qwen3_moe", "glm4_moe", "phimoe")  # another form of one may choose another expert
-PREFIXED = tuple(name for name in _MODELS if name not in (*REFUSING, *ROUTED))
+VIEWING = ("afmoe", "jetmoe")
+ROUTED = ("mixtral", "olmoe", "qwen3_moe", "glm4_moe", "phimoe", *VIEWING)  # other forms may choose another expert
+PREFIXED = tuple(name for name in MODELS if name not in (*REFUSING, *ROUTED))
 HYBRID = PREFIXED[PREFIXED.index("qwen3_next") :]
 
 
 def architecture(kind: str, seed: int = 0, **overrides: Any) -> Any:
     """A random causal language model; what training would have moved away from its start (norms, decays) is moved."""
     sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 256} if kind == "gpt2" else _SIZES
-    wanted = {**sizes, "vocab_size": _SIZES["vocab_size"], **_MODELS.get(kind, {}), **overrides}
+    wanted = {**sizes, "vocab_size": _SIZES["vocab_size"], **MODELS.get(kind, {}), **overrides}
     config = AutoConfig.for_model(kind, **{name: value for name, value in wanted.items() if value is not None})
     with torch.random.fork_rng():
         torch.manual_seed(seed)

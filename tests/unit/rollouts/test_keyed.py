@@ -174,10 +174,25 @@ def transcripts(places) -> list[Transcript]:
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
 def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
-    parts = [[t.place for t in part] for part in cut_calls(transcripts(places), ChunkSizes(1, size, size))]
+    parts = [[places[i] for i in part] for part in cut_calls(transcripts(places), ChunkSizes(1, size, size))]
     assert [place for part in parts for place in part] == places
     assert all(part for part in parts)
     assert [{place // size for place in part} for part in parts] == [{c} for c in sorted({p // size for p in places})]
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), max_size=20), st.integers(1, 9))
+def test_rows_of_other_lengths_are_sampled_by_other_calls(lengths, size):
+    # in later turns too, where completions have grown
+    rows = [Transcript({}, 0, n, prompt_ids=[5] * p, ids=[6] * c) for n, (p, c) in enumerate(lengths)]
+    calls = cut_calls(rows, ChunkSizes(1, size, size, "equal_lengths"))
+    assert sorted(index for call in calls for index in call) == list(range(len(rows)))
+    names = [{(index // size, sum(lengths[index])) for index in call} for call in calls]
+    assert all(len(name) == 1 for name in names)
+    assert len(set.union(set(), *names)) == len(calls)  # no call more than needed
+    # chunks on another process are cut the same way
+    later = cut_calls(rows[size:], ChunkSizes(1, size, size, "equal_lengths"))
+    assert [[index + size for index in call] for call in later] == [call for call in calls if min(call) >= size]
+    assert [len(call) for call in cut_calls(rows, ChunkSizes(1, size, size, "single"))] == [1] * len(rows)
 
 
 def engine_of(model) -> TransformersEngine:
