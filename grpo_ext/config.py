@@ -195,10 +195,10 @@ class GRPOConfig(trl.GRPOConfig):
     )
     skip_zero_contribution: bool = setting(
         "Skip completions that add exactly nothing to the update (advantage zero, no KL, entropy or auxiliary "
-        "term). The logged entropy and clip ratios are then those of the other completions. False: these completions count "
-        "as use of a parameter, such as an expert that no other token chooses; its gradient is zero, and weight decay "
-        "and momentum move it. True: the optimizer leaves it alone, and all parameters in a step to which nothing "
-        "adds.",
+        "term). The logged entropy and clip ratios are then those of the other completions. False: these completions "
+        "count as use of a parameter, such as an expert that no other token chooses: its gradient is zero, and weight "
+        "decay and momentum move it. True: the optimizer leaves it alone, and all parameters in a step to which "
+        "nothing adds.",
         default=True,
     )
     compact_rollouts: bool = setting(

@@ -186,10 +186,10 @@ class FixedPointGradients(NativeGradients):
 @contextmanager
 def accumulating(
     accelerator: Accelerator, gradients: NativeGradients | None, count: int, meets: bool = False
-) -> Iterator[Callable[[torch.Tensor, float], None]]:
+) -> Iterator[Callable[..., None]]:
     """A context for the backward passes of a step, which it yields; at its end one sum over the processes.
 
-    A backward pass is given the loss and the weight of its micro-batch.
+    Each is given the loss of a micro-batch, and its weight.
 
     The loss is scaled to undo two divisions: that of `accelerator.backward` by the accumulation steps (none under
     DeepSpeed), and the mean over processes of an engine that reduces in the backward pass. `gradients` is None where
@@ -209,7 +209,7 @@ def accumulating(
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
 
-    def backward(loss: torch.Tensor, weight: float) -> None:
+    def backward(loss: torch.Tensor, weight: float = 1.0) -> None:
         run = functools.partial(accelerator.backward, loss * scale, **options)
         run() if gradients is None else gradients.backward(run, contributes=bool(weight))
 
