@@ -140,7 +140,8 @@ def _placeholders(view: TrainerView) -> list[str]:
     """The tokens that stand for an image, a video or a sound, as texts."""
     config, kinds = view.policy.config, ("image", "video", "audio") if view.takes_images else ()
     ids = [getattr(config, f"{kind}_token_id", None) for kind in kinds]
-    return list(view.tokenizer.convert_ids_to_tokens([token for token in ids if isinstance(token, int)]))
+    tokens = view.tokenizer.convert_ids_to_tokens([token for token in ids if isinstance(token, int)])
+    return [token for token in tokens if token is not None]  # of ids beyond the vocabulary
 
 
 def _turn_limits(view: TrainerView) -> TurnLimits:
