@@ -19,18 +19,10 @@ from accelerate.utils import is_compiled_module
 from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, geometry_of, group_size
-from .errors import ConfigError
+from .errors import ConfigError, refuse_combination
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
-from .setting_rules import (
-    asks_for,
-    check_ahead,
-    check_algorithm,
-    check_best_metric,
-    check_bitwise,
-    check_compiled,
-    check_values,
-)
+from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
 
 
 class Replay(NamedTuple):
@@ -358,7 +350,9 @@ class GRPOConfig(trl.GRPOConfig):
         if is_compiled_module(model):  # by the user; what cannot be combined with `torch_compile` is refused
             config = copy.copy(config)
             config.torch_compile = True
-            check_compiled(vars(config))
+            engines = {engine: asks_for(engine, vars(config)) for engine in ("fsdp", "deepspeed")}
+            remedy = "Pass the model inside, and torch_compile=True."
+            refuse_combination("a model that torch.compile wraps", engines, remedy)
             config._check_settings()
         return config
 

@@ -180,11 +180,6 @@ def check_lag(lag: Any, sharded: bool) -> None:
         )
 
 
-def check_compiled(settings: Mapping[str, Any]) -> None:
-    engines = {engine: asks_for(engine, settings) for engine in ("fsdp", "deepspeed")}
-    refuse_combination("a model that torch.compile wraps", engines, "Pass the model inside, and torch_compile=True.")
-
-
 def check_ahead(settings: Mapping[str, Any]) -> None:
     lag, vllm = settings["rollout_lag"], settings["use_vllm"]
     check_lag(lag, asks_for("fsdp", settings) or asks_for("deepspeed", settings))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError
+from ..errors import DataError, refuse_combination
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
@@ -49,10 +49,10 @@ def check_prompts(dataset: Any, split: str) -> None:
             f"the {split} data set has a column {min(taken)!r}, a name under which reward functions get what was "
             "sampled; rename or remove the column."
         )
-    for number, row in enumerate(iterate_rows(dataset)):
-        if not row["prompt"]:
+    for row, prompt in enumerate(iterate_column(dataset)):
+        if not prompt:
             raise DataError(
-                f"row {number} of the {split} data set has an empty prompt ({row['prompt']!r}); filter such rows out."
+                f"row {row} of the {split} data set has an empty prompt ({prompt!r}); filter such rows out."
             )
 
 
@@ -67,30 +67,36 @@ def sample_rows(dataset: Any) -> list[int]:
     return sorted({n * (len(dataset) - 1) // 3 for n in range(4)})
 
 
-def iterate_rows(dataset: Any) -> Iterator[dict[str, Any]]:
-    """What a prompt is made of, of every row."""
-    names = [name for name in ("prompt", ROW_KWARGS) if name in dataset.column_names]
-    for block in dataset.select_columns(names).iter(batch_size=1000):
-        yield from (dict(zip(names, values, strict=True)) for values in zip(*block.values(), strict=True))
+def has_settings(dataset: Any) -> bool:
+    """Whether rows have settings of the chat template."""
+    return ROW_KWARGS in (getattr(dataset, "column_names", None) or ())
+
+
+def iterate_column(dataset: Any, name: str = "prompt") -> Iterator[Any]:
+    for block in dataset.select_columns(name).iter(batch_size=1000):
+        yield from block[name]
 
 
 def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
     """Check a prompt of every kind, and prompts with unknown tokens; a few of the rows that a transform makes."""
-    some = () if not hasattr(dataset, "__len__") else ((n, dataset[n]) for n in sample_rows(dataset))
+    numbers = sample_rows(dataset) if hasattr(dataset, "__len__") else []
+    rows: Any = ((number, (dataset[number]["prompt"], dataset[number].get(ROW_KWARGS))) for number in numbers)
+    if has_readable_prompts(dataset):
+        settings = iterate_column(dataset, ROW_KWARGS) if has_settings(dataset) else [None] * len(dataset)
+        rows = enumerate(zip(iterate_column(dataset), settings, strict=True))
     beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))
     unknown = [token for token in chat.tokenizer.convert_ids_to_tokens(beyond) if token]  # ids may have gaps
     kinds: set[Any] = set()
-    for number, row in enumerate(iterate_rows(dataset)) if has_readable_prompts(dataset) else some:
-        prompt = row["prompt"]
+    for number, (prompt, kwargs) in rows:
         try:
             chat.check(prompt)
             # roles in their order, what messages have, and settings are all that a template can treat in another way
             messages = () if isinstance(prompt, str) else prompt
-            kind = str(row.get(ROW_KWARGS)), *((m["role"], *((name, type(m[name])) for name in m)) for m in messages)
+            kind = str(kwargs), *((m["role"], *((name, type(m[name])) for name in m)) for m in messages)
             if kind not in kinds or any(token in str(prompt) for token in unknown):
                 kinds.add(kind)
                 if not chat.takes_images:  # `check_images` prepares some
-                    ids = chat.of_row(row).tokenize([prompt], [None])[0]
+                    ids = chat.of_row({ROW_KWARGS: kwargs}).tokenize([prompt], [None])[0]
                     chat.check_ids(ids, f"the prompt {reprlib.repr(prompt)}")
         except DataError as error:
             raise DataError(f"row {number} of the {split} data set: {error}") from error
@@ -150,42 +156,30 @@ def check_tokens(view: TrainerView) -> None:
     for token in {*ends, *(() if view.use_vllm else (pad,))}:  # vLLM pads nothing
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
-    for split, dataset in named_sets(view.train_dataset, view.eval_dataset).items():
-        _refuse_ignored_kwargs(view, split, dataset)
-    own = view.overridden(*CHANGE_ROWS, "_tokenize_prompts")
-    if not (
-        own or view.rollout_func is not None or view.environment_factories
-    ):  # which may take, or make, other prompts
+    if any(map(has_settings, named_sets(view.train_dataset, view.eval_dataset).values())):
+        method = view.overridden("_tokenize_prompts", "_get_tool_suffix_ids")
+        unused = view.args.remove_unused_columns
+        others = {str(method): method, "rollout_func": view.rollout_func is not None, "remove_unused_columns": unused}
+        refuse_combination(f"a column {ROW_KWARGS!r}", others, "It would be ignored; leave one of the two out.")
+    own = view.overridden(*CHANGE_ROWS, "_tokenize_prompts") or view.rollout_func is not None
+    if not (own or view.environment_factories):  # which may take, or make, other prompts
         for split, dataset in named_sets(view.train_dataset, view.eval_dataset).items():
             check_kinds(dataset, split, chat)
-
-
-def _refuse_ignored_kwargs(view: TrainerView, split: str, dataset: Any) -> None:
-    ignoring = view.overridden("_tokenize_prompts", "_get_tool_suffix_ids")
-    others = {"rollout_func": view.rollout_func is not None, "remove_unused_columns": view.args.remove_unused_columns}
-    ignoring = ignoring or next((name for name, applies in others.items() if applies), None)
-    if ignoring is not None and ROW_KWARGS in (getattr(dataset, "column_names", None) or ()):
-        raise DataError(
-            f"the {split} data set has a column {ROW_KWARGS!r}, which {ignoring} would not see; leave one of them out."
-        )
 
 
 def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
     """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
     dataset = view.train_dataset
-    # tokens of a prompt with images are known once the images are prepared
-    readable = view.environment_factories is None and not view.takes_images
+    # tokens of a prompt with images are known once the images are prepared, and a row's settings may add some
+    readable = view.environment_factories is None and not view.takes_images and not has_settings(dataset)
 
-    def lengths(rows: list[dict[str, Any]]) -> list[int]:
-        if view.overridden("_tokenize_prompts"):
-            return [len(ids) for ids in view.tokenize_prompts([row["prompt"] for row in rows])[0]]
-        chat = chat_of(view)
-        return [len(chat.of_row(row).tokenize([row["prompt"]], [None])[0]) for row in rows]
+    def lengths(prompts: list[Any]) -> list[int]:
+        return [len(ids) for ids in view.tokenize_prompts(prompts)[0]]
 
     if readable and has_readable_prompts(dataset):
         longest = view.max_completion_length or NEW_TOKENS
         for model in [model for model in (view.model, view.teacher_model) if model is not None]:
-            check_prompt_lengths(iterate_rows(dataset), lengths, base_model_of(model).config, longest)
+            check_prompt_lengths(iterate_column(dataset), lengths, base_model_of(model).config, longest)
     dependent = settle_rope(
         [base_model_of(model) for model in view.models], lambda: _longest_sequence(view, lengths) if readable else None
     )
@@ -198,8 +192,8 @@ def _longest_sequence(view: TrainerView, lengths: Callable[[list[Any]], list[int
     data_sets = [data for data in with_length(train, view.eval_dataset) if has_readable_prompts(data)]
     if all(data is not train for data in data_sets) or not view.max_completion_length:
         return None
-    rows = itertools.chain.from_iterable(iterate_rows(data) for data in data_sets)
+    prompts = itertools.chain.from_iterable(iterate_column(data) for data in data_sets)
     longest = 0
-    while block := list(itertools.islice(rows, 256)):
+    while block := list(itertools.islice(prompts, 256)):
         longest = max(longest, *lengths(block))
     return longest + view.max_completion_length

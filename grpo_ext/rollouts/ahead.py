@@ -345,8 +345,7 @@ def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
     device = next(policy.parameters()).device
     snapshot = Snapshot(policy, reference, view.args.sync_ref_model, device, prepare, teacher)
     if view.args.bitwise_invariant:
-        copies = (snapshot.policy, snapshot.reference, snapshot.teacher)
-        align_memory(*(model for model in copies if model is not None))
+        align_memory(*(m for m in (snapshot.policy, snapshot.reference, snapshot.teacher) if m is not None))
     return snapshot
 
 

@@ -138,12 +138,11 @@ def chat_of(view: TrainerView) -> Chat:
 
 
 def _placeholders(view: TrainerView) -> list[str]:
-    """The tokens that stand for an image, a video or a sound, of the model and of its processor, as texts."""
-    names = [f"{kind}_token" for kind in ("image", "video", "audio", "boi")] if view.takes_images else []
-    ids = [getattr(view.policy.config, f"{name}_id", None) for name in names]
-    texts = [getattr(view.processing_class, name, None) for name in names]
-    texts += view.tokenizer.convert_ids_to_tokens([token for token in ids if isinstance(token, int)])
-    return [text for text in dict.fromkeys(texts) if isinstance(text, str)]
+    """The tokens that stand for an image, a video or a sound, as texts."""
+    config, kinds = view.policy.config, ("image", "video", "audio") if view.takes_images else ()
+    ids = [getattr(config, f"{kind}_token_id", None) for kind in kinds]
+    tokens = view.tokenizer.convert_ids_to_tokens([token for token in ids if isinstance(token, int)])
+    return [token for token in tokens if token is not None]  # of ids beyond the vocabulary
 
 
 def _turn_limits(view: TrainerView) -> TurnLimits:

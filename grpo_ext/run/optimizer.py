@@ -5,7 +5,6 @@ optimizer of another kind, or with its weights in another order. Called by run.k
 """
 
 import hashlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -49,16 +48,10 @@ def check_weights(optimizer: Any, model: torch.nn.Module) -> None:
         )
 
 
-def _class_name(part: Any) -> str:
-    """The class of an object, with the package that it is from; that of a script by its name alone."""
-    root = type(part).__module__.split(".")[0]
-    return f"{root}." * hasattr(sys.modules.get(root), "__path__") + type(part).__qualname__
-
-
 def _described(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
     """The class of an optimizer, and of each group the names of its weights, in order, and its values at the start."""
     names, groups = {id(p): name for name, p in model.named_parameters()}, getattr(optimizer, "param_groups", [])
-    described: dict[str, Any] = {"optimizer.class": _class_name(optimizer), "optimizer.groups": len(groups)}
+    described: dict[str, Any] = {"optimizer.class": type(optimizer).__qualname__, "optimizer.groups": len(groups)}
     for number, group in enumerate(groups):
         weights = [names.get(id(weight), "one of another model") for weight in group["params"]]
         digest = hashlib.sha256("\n".join(weights).encode()).hexdigest()[:8]
@@ -81,7 +74,7 @@ class RunOptimizer:
         if optimizer is not None and not isinstance(optimizer, AcceleratedOptimizer):
             check_weights(optimizer, self.view.policy)
             self._described = _described(optimizer, self.view.policy)
-        return self._described | ({} if schedule is None else {"lr_scheduler": _class_name(schedule)})
+        return self._described | ({} if schedule is None else {"lr_scheduler": type(schedule).__qualname__})
 
     def changes(self, checkpoint: str) -> dict[str, tuple[Any, Any]]:
         """The allowed differences from the checkpoint's; a CheckpointError for any other."""

@@ -114,16 +114,14 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
 
 
 @contextlib.contextmanager
-def _failing_together(explain: Callable[[str], str], discard: Callable[[], None]) -> Iterator[None]:
+def _failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     """An error inside on one process is a CheckpointError on all, so that none waits in a later collective."""
     try:
         with together("a checkpoint"):
             yield
     except CheckpointError:
-        discard()
         raise
     except Exception as error:
-        discard()
         cause = str(error) if isinstance(error, ProcessError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(explain(cause)) from error
 
@@ -137,11 +135,9 @@ def writing_checkpoint(
     # transformers lists states of a class after earlier ones, and knows no callbacks that came with a resume
     state.stateful_callbacks = callback_states([*view.callback_handler.callbacks, view.control])
 
-    def discard() -> None:
+    def explain(reason: str) -> str:
         if saves:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def explain(reason: str) -> str:
         free = shutil.disk_usage(str(view.args.output_dir)).free / 2**20
         return (
             f"{final.name} could not be written to {run}, with {free:.0f} MiB free ({reason}). The older "
@@ -150,15 +146,15 @@ def writing_checkpoint(
 
     # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it; `_complete`
     # saves the state
-    with assigned(state, best_global_step=None, save_to_json=lambda path: None), _failing_together(explain, discard):
+    with assigned(state, best_global_step=None, save_to_json=lambda path: None), _failing_together(explain):
         yield
     best_folder = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if best_folder == final or best_folder.is_dir():
         state.best_model_checkpoint = str(best_folder)
-    with _failing_together(explain, discard):
+    with _failing_together(explain):
         complete = functools.partial(_complete, view, written, components, fingerprint)
         without_long_waits(complete if saves else lambda: None)
-    with _failing_together(explain, discard):  # once all processes know that it is complete
+    with _failing_together(explain):  # once all processes know that it is complete
         if saves and (replaced := publish(written, final)) is not None:
             logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
     if saves:
@@ -177,11 +173,10 @@ def _read_back(folder: Path) -> None:
             kinds = get_unsafe_globals_in_checkpoint(path) or [str(error)]
             unreadable.append(f"{path.name} holds {', '.join(sorted(kinds))}")
     if unreadable:
-        raise CheckpointError(
-            f"{folder.name} was not written, because it could not be read again: {'; '.join(unreadable)}. Checkpoints "
-            "are read with weights_only; let the state_dict of an optimizer and of a schedule hold tensors, numbers, "
-            "texts, lists and dictionaries only. A schedule that returns numpy's numbers puts them into both: return "
-            "float(...)."
+        raise ValueError(
+            f"it could not be read again: {'; '.join(unreadable)}. Checkpoints are read with weights_only; let the "
+            "state_dict of an optimizer and of a schedule hold tensors, numbers, texts, lists and dictionaries only. A "
+            "schedule that returns numpy's numbers puts them into both: return float(...)"
         )
 
 

@@ -131,11 +131,11 @@ def test_an_optimizer_that_keeps_copies_is_not_refused(tmp_path):
 
 OTHERS = {
     "optimizer.class": {"build": SGD},
-    'optimizer.class: "torch.AdamW" in the checkpoint, "torch.NAdam" now': {"build": NAdam},
+    'optimizer.class: "AdamW" in the checkpoint, "NAdam" now': {"build": NAdam},
     "optimizer.group 0 lr: 0.1 in the checkpoint, 0.05 now": {"lr": 0.05},
     "optimizer.group 0 betas": {"build": lambda weights, lr: AdamW(weights, lr=lr, betas=(0.8, 0.99))},
     "optimizer.group 0 weight_decay": {"build": lambda weights, lr: AdamW(weights, lr=lr, weight_decay=0.5)},
-    'lr_scheduler: "torch.LambdaLR" in the checkpoint, "torch.ConstantLR" now': {"schedule": ConstantLR},
+    'lr_scheduler: "LambdaLR" in the checkpoint, "ConstantLR" now': {"schedule": ConstantLR},
 }
 
 

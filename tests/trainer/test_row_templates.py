@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from grpo_ext.errors import DataError
+from grpo_ext.errors import DataError, GrpoExtError
 from tests.parity.scripts import EOS, TEMPLATE, call, chat_tokenizer, scripted_model
 from tests.support.tiny import given_rollout, tool
 from tests.support.trainers import make, passing_on, ran
@@ -77,17 +77,17 @@ def test_without_the_column_every_row_has_the_settings_of_the_run(tmp_path):
 
 
 REFUSED = {
-    "_tokenize_prompts would not see": {"cls": passing_on("_tokenize_prompts")},
-    "_get_tool_suffix_ids would not see": {"cls": passing_on("_get_tool_suffix_ids")},
-    "rollout_func would not see": {"rollout_func": given_rollout, "tools": None},
-    "remove_unused_columns would not see": {"remove_unused_columns": True},
+    "a column .* cannot be combined with Own._tokenize_prompts": {"cls": passing_on("_tokenize_prompts")},
+    "Own._get_tool_suffix_ids. It would be ignored": {"cls": passing_on("_get_tool_suffix_ids")},
+    "rollout_func. It would be ignored": {"rollout_func": given_rollout, "tools": None},
+    "remove_unused_columns. It would be ignored": {"remove_unused_columns": True},
     "chat_template_kwargs='think' in a row": {"train_dataset": data(["think", "think"])},
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_would_ignore_the_column_is_refused(tmp_path, words):
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(GrpoExtError, match=words):
         make(tmp_path, **parts([], **REFUSED[words]))
 
 
