@@ -9,7 +9,9 @@ from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import OURS
 from tests.support.cases import CASES, QUANTISED, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches
-from tests.support.trainers import make
+from tests.support.tiny import tiny_model
+from tests.support.trainers import change, error, make
+from tests.tolerances import UPDATE
 
 NAMES = [  # what bitwise mode takes
     name for name, case in CASES.items() if "micro_batch_tokens" not in case.config and case.rollout_func is None
@@ -106,3 +108,21 @@ def test_forms_are_compared_with_the_kernels_of_the_run(monkeypatch, tmp_path):
     for bitwise in (True, False):
         make(tmp_path / str(bitwise), bitwise_invariant=bitwise, max_steps=1, report_to="none").train()
     assert seen == [(True, 1), (False, torch.get_num_threads())]
+
+
+def with_muon(folder, size: int, **settings) -> torch.Tensor:
+    """The update of a run with Muon, which takes matrices only; other parameters are frozen."""
+    model = tiny_model().requires_grad_(False)
+    matrices = [parameter.requires_grad_() for parameter in model.parameters() if parameter.dim() == 2]
+    muon = torch.optim.Muon(matrices, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(muon, lambda step: 1.0)
+    options = {"per_device_train_batch_size": size, "max_steps": 1, "gradient_checkpointing": False, **settings}
+    return change(make(folder, model, optimizers=(muon, schedule), **options))
+
+
+def test_muon_enlarges_rounding_and_has_the_same_bits(tmp_path):
+    """Its iterations are in bfloat16, so that gradients which agree to 1e-7 give updates that differ by thousandths."""
+    one, other = (with_muon(tmp_path / f"plain{size}", size) for size in (16, 3))
+    assert UPDATE < error(one, other) < 0.1
+    one, other = (with_muon(tmp_path / f"bits{size}", size, bitwise_invariant=True) for size in (16, 3))
+    assert torch.equal(one, other)
