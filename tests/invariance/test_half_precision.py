@@ -73,13 +73,13 @@ def test_the_reference_scores_parts_of_groups_as_training_does(tmp_path, size):
 
 
 def test_a_weight_that_is_left_out_shows(tmp_path, monkeypatch):
-    covered = weight_gradients._linear
+    covered = weight_gradients._multiply
 
-    def all_but_some(func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    def all_but_some(func: Any, input: torch.Tensor, weight: torch.Tensor, *bias: Any) -> Any:
         left_out = weight.shape == (64, 32)  # gate and up projections
-        return func(input, weight, bias) if left_out else covered(func, input, weight, bias)
+        return func(input, weight, *bias) if left_out else covered(func, input, weight, *bias)
 
-    monkeypatch.setattr(weight_gradients, "_linear", all_but_some)
+    monkeypatch.setattr(weight_gradients, "_multiply", all_but_some)
     assert error(step(tmp_path, "qwen2", REFERENCE), step(tmp_path, "qwen2", 4)) > 10 * UPDATE
 
 
