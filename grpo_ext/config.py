@@ -157,8 +157,9 @@ class GRPOConfig(trl.GRPOConfig):
         "of it minus the policy's. Default: 1."
     )
     float32_weight_gradients: bool = setting(
-        "With bf16 or fp16: sum and keep the gradients of float32 weights in float32, so that micro-batches of whole "
-        "groups give the same update. False: every micro-batch rounds them. No effect under FSDP and DeepSpeed.",
+        "With bf16 or fp16: sum and keep the gradients of float32 weights of linear layers and experts in float32, so "
+        "that micro-batches of whole groups give the same update. False: every micro-batch rounds them. No effect "
+        "under FSDP and DeepSpeed.",
         default=True,
     )
 

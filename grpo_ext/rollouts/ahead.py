@@ -42,7 +42,7 @@ from ..forward.snapshot import Snapshot, Weights
 from ..precision.half import as_in_training
 from ..rewards.runner import RewardRunner
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import local_collectives, wait_for_all
+from ..runtime.collectives import local_collectives, together, wait_for_all
 from ..runtime.determinism import align_memory
 from ..view import TrainerView
 from .chat import Chat
@@ -355,8 +355,8 @@ def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
 
     def send() -> None:
         wait_for_all("the wait before weights are sent")  # the main process sends, and every process asks
-        generation.sync_weights()
-        wait_for_all("the wait for sent weights")
+        with together("sending weights"):
+            generation.sync_weights()
         view.note_weights_sent(-1)  # an evaluation sends the current weights
 
     return send

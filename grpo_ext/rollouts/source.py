@@ -136,11 +136,9 @@ class Rollouts:
                 self.ahead.drain()
                 wait_for_all("the wait before weights are sent")
             if (step := view.state.global_step) != view.weights_sent_at:
-                with view.profile("sync_weights"):
+                # the main process sends to a server, which every process asks
+                with view.profile("sync_weights"), together("sending weights"):
                     view.vllm_generation.sync_weights()
-                wait_for_all(
-                    "the wait for sent weights"
-                )  # the main process sends to a server, which every process asks
                 view.note_weights_sent(step)
 
     # ---- A step's completions -------------------------------------------------------------------------------------

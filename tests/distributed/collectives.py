@@ -6,14 +6,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.utils import gather_object
+from trl.trainer import grpo_trainer
 
-from grpo_ext import GRPOTrainer
+from grpo_ext import GRPOTrainer, compat
+from grpo_ext.runtime import collectives as exchange
+from grpo_ext.step import gradients
 from tests.distributed.tasks import RANK, save, trainer_of
 from tests.support.launch import leave
-from tests.support.tiny import letter_reward, prompts
+from tests.support.server import StandIn, stand_in
+from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.trainers import WithoutSuper, change
 
 
@@ -223,6 +228,42 @@ def failing_rollout(folder: Path) -> None:
     trainer_of(folder, rollout_func=rollout, beta=0.1).train()
 
 
+class SendsNothing(StandIn):
+    """A server whose client fails; the main process alone sends."""
+
+    def update_named_params(self, *args: Any) -> None:
+        raise KeyError("a fault")
+
+
+def failing_send(folder: Path, lag: int) -> None:
+    before = grpo_trainer.VLLMGeneration, compat.VLLMClient
+    stand_in(folder / "server", kind=SendsNothing)
+    try:
+        trainer_of(folder, use_vllm=True, vllm_mode="server", top_k=0, rollout_lag=lag).train()
+    finally:
+        grpo_trainer.VLLMGeneration, compat.VLLMClient = before
+
+
+def failing_sum(folder: Path) -> None:
+    """Fails on the second process once the backward passes are done; the other begins to sum gradients."""
+
+    def used(flags: Any, accelerator: Any) -> Any:
+        if RANK == 1:
+            raise KeyError("a fault")
+        return [*flags]
+
+    with mock.patch.object(gradients, "_used_anywhere", used):
+        trainer_of(folder).train()
+
+
+def failing_alone(folder: Path, run: Callable[[], None]) -> None:
+    """The second process fails where the other waits in `run`."""
+    with exchange.together("the end"):
+        if RANK == 1:
+            raise KeyError("a fault")
+        run()
+
+
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 # places of `Fails`, and the steps at which it fails there
 AT = {"comparison": 0, "loss": 1, "rollout": 1, "evaluation": 2, "gathers": 0, "no super": 0, "objects of the loss": 0}
@@ -231,6 +272,11 @@ FAILING: dict[str, Callable[[Path], Any]] = {
     "evaluation, memory": lambda folder: failing(folder, "evaluation", at=2, error=MEMORY),
     "reward": failing_reward,
     "rollout function": failing_rollout,
+    "send": partial(failing_send, lag=0),
+    "send ahead": partial(failing_send, lag=1),
+    "sum": failing_sum,
+    "wait": partial(failing_alone, run=lambda: exchange.wait_for_all("a wait")),
+    "copy": partial(failing_alone, run=lambda: exchange.copy_from_main_process(tiny_model(), torch.device("cpu"))),
     "objects": lambda folder: trainer_of(folder, cls=GathersObjects, **DYNAMIC).train(),
     "reward with a lag": gathering_reward,
     "turns": lambda folder: trainer_of(folder, groups=3, cls=GathersTurns).train(),

@@ -57,6 +57,8 @@ def test_what_is_gathered_in_the_loss_are_the_rows_of_micro_batches_that_count(b
     ("place", "errors"),
     [
         *((place, (BESIDE, FAULT)) for place in ("loss", "rollout", "comparison", "evaluation")),
+        *((place, (BESIDE, FAULT)) for place in ("sum", "wait", "copy")),
+        *((place, (FAULT, f"ProcessError: process 0 failed: {FAULT}")) for place in ("send", "send ahead")),
         ("reward", (f"ProcessError: process 1 failed: {OF_REWARD}", OF_REWARD)),
         ("rollout function", (FAULT, f"ProcessError: process 0 failed: {FAULT}")),
     ],

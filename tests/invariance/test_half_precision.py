@@ -8,6 +8,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from grpo_ext.batching.micro_batches import MicroBatchLayout, StepSizes, plan_step
 from grpo_ext.precision import weight_gradients
@@ -73,14 +75,37 @@ def test_the_reference_scores_parts_of_groups_as_training_does(tmp_path, size):
 
 
 def test_a_weight_that_is_left_out_shows(tmp_path, monkeypatch):
-    covered = weight_gradients._linear
+    covered = weight_gradients._multiply
 
-    def all_but_some(func: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    def all_but_some(func: Any, input: torch.Tensor, weight: torch.Tensor, *bias: Any) -> Any:
         left_out = weight.shape == (64, 32)  # gate and up projections
-        return func(input, weight, bias) if left_out else covered(func, input, weight, bias)
+        return func(input, weight, *bias) if left_out else covered(func, input, weight, *bias)
 
-    monkeypatch.setattr(weight_gradients, "_linear", all_but_some)
+    monkeypatch.setattr(weight_gradients, "_multiply", all_but_some)
     assert error(step(tmp_path, "qwen2", REFERENCE), step(tmp_path, "qwen2", 4)) > 10 * UPDATE
+
+
+class Gate(nn.Module):
+    """Owns a weight, and perhaps checkpoints its product."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.weight, self.checkpoints = nn.Parameter(torch.eye(32)), checkpoints
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        def product(states: torch.Tensor) -> torch.Tensor:
+            return (states @ self.weight).tanh()
+
+        return checkpoint(product, states, use_reentrant=False) if self.checkpoints else product(states)
+
+
+def test_a_module_that_checkpoints_its_own_product_trains(tmp_path):
+    def update(checkpoints: bool) -> torch.Tensor:
+        model = tiny_model("qwen2")
+        model.model.layers[0].mlp = Gate(checkpoints)
+        return change(far(tmp_path / str(checkpoints), model, 10.0, per_device_train_batch_size=4, **HALF))
+
+    assert error(update(False), update(True)) <= UPDATE
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """Every switch of the layout changes where work is done, and nothing that is learned."""
 
 import functools
+import inspect
 import re
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel, modeling_utils
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
@@ -13,7 +15,7 @@ from grpo_ext.forward import choice
 from grpo_ext.rollouts.ahead import RolloutsAhead
 from tests.support.architectures import architecture
 from tests.support.tiny import prompts, sparse_reward, tiny_model
-from tests.support.trainers import error, form_of, log_of, make, ran, update
+from tests.support.trainers import change, error, form_of, log_of, make, ran, update
 from tests.tolerances import UPDATE
 
 PLAIN: dict[str, Any] = {"forward": "padded", "skip_zero_contribution": False, "compact_rollouts": False}
@@ -161,3 +163,37 @@ def test_a_step_without_any_contribution_changes_nothing(tmp_path):
     learned, trainer = update(tmp_path, reward=lambda completions, **kwargs: [1.0] * len(completions))
     assert not learned.any()
     assert log_of(trainer, "loss") == [0.0, 0.0, 0.0]
+
+
+KNOWS_LAYERS = "every_n_layers" in inspect.signature(PreTrainedModel._set_gradient_checkpointing).parameters
+
+
+@pytest.mark.skipif(not KNOWS_LAYERS, reason="transformers before 5.23 checkpoints every layer")
+@pytest.mark.parametrize(
+    ("kwargs", "settings"),
+    [
+        ({"every_n_layers": 2}, {"beta": 0.1}),
+        ({"every_n_layers": 2, "use_reentrant": False}, {"forward": "prefix"}),
+        ({"every_n_layers": 2}, {"rollout_lag": 1}),
+        ({"offload": True}, {"num_iterations": 2}),
+    ],
+)
+def test_gradient_checkpointing_stays_as_the_trainer_enabled_it(tmp_path, monkeypatch, kwargs, settings):
+    # no host memory is pinned without an accelerator
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", lambda **options: torch.autograd.graph.save_on_cpu())
+    checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+    layers: set[tuple[bool, ...]] = set()
+    functions: set[int] = set()
+    trainer = make(tmp_path, max_steps=3, **checkpointed, **settings)
+    model = trainer.model.model
+
+    def note(module: Any, args: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            layers.add(tuple(layer.gradient_checkpointing for layer in model.layers))
+            functions.add(id(model.layers[0]._gradient_checkpointing_func))
+
+    model.register_forward_pre_hook(note)
+    update = change(trainer)
+    assert layers == {(True, "every_n_layers" not in kwargs)}
+    assert len(functions) == 1 + (settings.get("forward") == "prefix")  # the comparison of forms has its own
+    assert error(change(make(tmp_path / "plain", max_steps=3, **settings)), update) <= UPDATE
