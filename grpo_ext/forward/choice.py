@@ -192,8 +192,11 @@ class ForwardChoice:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            if not self.forms and not self.sharded:  # smaller batches may fit, as in training
+                logger.warning("Padded batches ran out of memory before they were compared with rows alone.")
+                return None
             remedy = "use a device with more memory, or FSDP2"
-            if self.group is None and self.forms:
+            if self.group is None:
                 remedy = "set forward='padded', which is compared on short rows alone"
             raise MemoryShortageError(
                 f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); {remedy}."
