@@ -114,6 +114,42 @@ def test_a_cut_step_is_planned_without_loss_within_the_limits(
             assert tokens == sorted(tokens, reverse=True)
 
 
+@given(
+    CUT_STEPS,
+    st.sampled_from(["equal_lengths", "single"]),
+    st.integers(1, 12),
+    st.none() | st.integers(1, 2000),
+    st.none() | st.integers(1, 6),
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_rows_that_padding_changes_share_a_batch_with_their_equals_alone(
+    sizes, batching, max_rows, max_tokens, unit, processes, equal_counts
+):
+    rows = list(range(len(sizes.groups_B)))
+    limits = MicroBatchLayout(max_rows, max_tokens, unit_rows=unit, processes=processes, equal_counts=equal_counts)
+    layout = replace(limits, batching=batching)
+    planned = [plan_step(sizes, rows, replace(layout, rank=rank)) for rank in range(processes)]
+    parts = [part.rows for own in planned for part in own if part.weight]
+    assert sorted(row for part in parts for row in part) == rows
+    for part in parts:
+        assert len({sizes.lengths(row) for row in part}) == 1
+        assert len(part) <= (max_rows if batching == "equal_lengths" and unit is None else 1)
+        assert max_tokens is None or len(part) == 1 or sizes.tokens(part, "padded") <= max_tokens
+    if equal_counts:
+        assert len(set(map(len, planned))) == 1
+    if unit is not None:  # a function of the data alone
+        assert sorted(parts) == [(row,) for row in rows]
+    assert sizes.joinable(rows, "any") == [rows]
+
+
+def test_rows_of_equal_lengths_run_together():
+    sizes = whole(4, [9, 9, 5], [3, 3, 8, 3, 8, 8, 3, 3, 3, 3, 8, 8])
+    plan = plan_step(sizes, range(12), MicroBatchLayout(4, batching="equal_lengths"))
+    assert sorted(part.rows for part in plan) == [(0, 1, 3), (2, 4, 5), (6, 7), (8, 9), (10, 11)]
+    assert [len(part.rows) for part in plan_step(sizes, range(12), MicroBatchLayout(4))] == [4, 4, 4]
+
+
 def test_a_prompt_counts_once_for_the_rows_of_its_group_that_the_step_has():
     sizes = cut_step(0, 4, first=2, rows=5)  # two rows of one group, three of the next
     assert [len(piece) for piece in sizes.pieces(range(5))] == [2, 3]

@@ -1,0 +1,217 @@
+"""A row by itself is the truth: where padding or a batch changes a model, the micro-batch size changes nothing."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.forward import choice
+from grpo_ext.forward.lm_head import TARGETS
+from grpo_ext.forward.zeros import zeros_filled
+from tests.support.architectures import architecture
+from tests.support.tiny import prompts, tiny_model
+from tests.support.trainers import LORA, change, error, form_of, make, ran, update
+from tests.tolerances import DIFFERENT, UPDATE
+
+Model = Callable[[], Any]
+
+
+class CausalMean(torch.nn.Module):
+    """A mean over the positions up to each token, pads too."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
+        count_L1 = torch.arange(1, hidden_BLH.size(1) + 1)[:, None]
+        return self.inner(hidden_BLH) + hidden_BLH.cumsum(1) / count_L1
+
+
+class Canon(torch.nn.Module):
+    """A depthwise convolution over the last tokens, pads too; `kernel`: its start, None for random numbers."""
+
+    def __init__(self, inner: torch.nn.Module, kernel: list[float] | None = None) -> None:
+        super().__init__()
+        self.inner, self.conv = inner, torch.nn.Conv1d(32, 32, 4, groups=32, padding=3, bias=False)
+        if kernel is not None:
+            self.conv.weight.data[:] = torch.tensor(kernel)
+
+    def forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
+        mixed_BHL = self.conv(hidden_BLH.transpose(1, 2))[..., : hidden_BLH.size(1)]
+        return self.inner(hidden_BLH + mixed_BHL.transpose(1, 2))
+
+
+def with_module(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Any:
+    """A Qwen2 with a user's module around the first MLP."""
+    torch.manual_seed(0)
+    model = tiny_model()
+    model.model.layers[0].mlp = wrap(model.model.layers[0].mlp)
+    return model
+
+
+def with_hook(*dims: int) -> Any:
+    """A Qwen2 with a user's hook that adds a mean over dimensions of (B, L, H)."""
+    model = tiny_model()
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: output + output.mean(dims, keepdim=True)
+    )
+    return model
+
+
+def recurrent_gemma() -> Any:
+    blocks = {"block_types": ("recurrent", "attention"), "num_hidden_layers": 2, "lru_width": 32}
+    return architecture("recurrent_gemma", attention_window_size=64, w_init_variance_scale=1.0, **blocks)
+
+
+def rwkv() -> Any:
+    return architecture("rwkv", attention_hidden_size=32, num_hidden_layers=2, context_length=256)
+
+
+# by name a model, and the completions in a forward that it may run: of one length, or one
+WRONG: dict[str, tuple[Model, str]] = {
+    "recurrent_gemma": (recurrent_gemma, "equal_lengths"),
+    "rwkv": (rwkv, "equal_lengths"),
+    "mean": (lambda: with_module(CausalMean), "equal_lengths"),
+    "convolution": (lambda: with_module(Canon), "equal_lengths"),
+    "zero": (lambda: with_module(functools.partial(Canon, kernel=[0.0] * 4)), "equal_lengths"),
+    "identity": (lambda: with_module(functools.partial(Canon, kernel=[0.0, 0.0, 0.0, 1.0])), "equal_lengths"),
+    "hook": (lambda: with_hook(1), "equal_lengths"),
+    "hook_over_rows": (lambda: with_hook(0), "single"),
+}
+
+
+def forwards_of(trainer: Any) -> list[tuple[int, set[int]]]:
+    """Rows of each forward of a step, a rollout or an evaluation, and the widths of padding; not of sampling."""
+    trainer._forwards.choose_forms(trainer._view.models)  # which pads, before they are noted
+    forwards: list[tuple[int, set[int]]] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        if TARGETS in kwargs:
+            seen_BL = kwargs["attention_mask"].bool()
+            forwards.append((len(seen_BL), set((~seen_BL).sum(1).tolist())))
+
+    for model in trainer._view.models:
+        model.register_forward_pre_hook(note, with_kwargs=True)
+    return forwards
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_the_update_does_not_depend_on_the_micro_batch_size(tmp_path, kind):
+    build, batching = WRONG[kind]
+    # a module that begins at zero is wrong once it has moved
+    settings = {"learning_rate": 1e-2} if kind in ("zero", "identity") else {"max_steps": 1}
+    learned = []
+    for size in (16, 1):
+        trainer = make(tmp_path / str(size), build(), per_device_train_batch_size=size, **settings)
+        forwards = forwards_of(trainer)
+        learned.append(change(trainer))
+        assert trainer._forwards.choice.batching(trainer.model) == batching
+        assert all(widths == {0} for _, widths in forwards)
+        if size == 16:
+            assert (max(rows for rows, _ in forwards) > 1) is (batching == "equal_lengths")
+    assert error(*learned) <= UPDATE
+
+
+def test_the_control_is_wrong_where_rows_are_padded(tmp_path, monkeypatch):
+    monkeypatch.setattr(choice, "why_padding_fails", lambda alone: None)
+    settings = {"forward": "padded", "max_steps": 1}
+    sizes = ({"per_device_train_batch_size": size} for size in (16, 1))
+    one, other = (update(tmp_path, with_module(CausalMean), **settings, **size)[0] for size in sizes)
+    assert error(one, other) > DIFFERENT
+
+
+EVERYWHERE = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "eval_dataset": prompts(3), "pad_to_multiple_of": 8}
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"forward": "padded"}, {"micro_batch_tokens": 40}, {"top_entropy_quantile": 0.5}]
+)
+def test_every_forward_of_such_a_model_has_no_padding(tmp_path, settings):
+    """Of the reference, of old log-probabilities and of an evaluation too, and where widths are multiples."""
+    trainer = make(tmp_path, with_module(CausalMean), **EVERYWHERE, **settings)
+    forwards = forwards_of(trainer)
+    trainer.train()
+    assert len(forwards) >= 16
+    trainer.evaluate()
+    assert {width for _, widths in forwards for width in widths} == {0}
+    assert max(rows for rows, _ in forwards) > 1
+    # the negative control
+    plain = make(tmp_path / "plain", forward="padded", **EVERYWHERE)
+    forwards = forwards_of(plain)
+    plain.train()
+    assert max(width for _, widths in forwards for width in widths) > 8
+
+
+def test_a_user_who_calls_for_log_probabilities_gets_those_of_rows_alone(tmp_path):
+    class Own(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+            return super()._get_per_token_logps_and_entropies(model, ids.clone(), mask, *args, **kwargs)
+
+    whole, own = (update(tmp_path, with_module(CausalMean), cls=cls, max_steps=1)[0] for cls in (GRPOTrainer, Own))
+    assert error(whole, own) <= UPDATE
+
+
+def test_bitwise_mode_repeats_its_bits_for_every_micro_batch_size(tmp_path):
+    settings = {"bitwise_invariant": True, "max_steps": 1}
+    learned = [
+        update(tmp_path / str(size), with_module(CausalMean), per_device_train_batch_size=size, **settings)[0]
+        for size in (16, 3)
+    ]
+    assert torch.equal(*learned)
+
+
+def wrong_under_padding_alone() -> Any:
+    """A GPT-2 that counts positions from 1 where there is padding; a pack has none."""
+    model = tiny_model("gpt2")
+
+    def count(module: Any, args: Any, kwargs: Any) -> Any:
+        if not kwargs["attention_mask"].all():
+            kwargs["position_ids"] = kwargs["position_ids"] + 1
+        return args, kwargs
+
+    model.transformer.register_forward_pre_hook(count, with_kwargs=True)
+    return model
+
+
+def test_packs_run_where_only_padding_is_wrong(tmp_path, caplog):
+    trainer = make(tmp_path, wrong_under_padding_alone(), max_steps=1)
+    assert form_of(ran(trainer)) == "packed"
+    assert trainer._forwards.choice.batching(trainer.model) == "equal_lengths"
+    assert "A batch changes what the model computes (padded log-probabilities of GPT2LMHeadModel differ" in caplog.text
+    assert "no packs" not in caplog.text
+
+
+def test_a_model_that_padding_does_not_change_keeps_its_form_and_the_plan_says_what_others_cost(tmp_path, caplog):
+    trainer = ran(make(tmp_path / "right", forward="padded", max_steps=1))
+    assert trainer._forwards.choice.batching(trainer.model) == "any"
+    assert "padded batches hold" not in caplog.text
+    make(tmp_path / "wrong", with_module(CausalMean), max_steps=1).train()
+    assert re.search(r"  forward +padded: .*; padded batches hold only rows of one length", caplog.text)
+    assert "so most forwards run one completion" in caplog.text
+
+
+def test_the_comparison_restores_weights_that_begin_at_zero(tmp_path, monkeypatch):
+    """Those of an adapter too, and where it fails."""
+    trainer = make(tmp_path, peft_config=LoraConfig(**LORA), max_steps=1)
+    filled: list[bool] = []
+    fails = choice.why_form_fails
+
+    def look(form: Any, model: Any, *args: Any) -> Any:
+        filled.append(all(p.any() for n, p in model.named_parameters() if "lora_B" in n))
+        return fails(form, model, *args)
+
+    monkeypatch.setattr(choice, "why_form_fails", look)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer._forwards.choose_forms([trainer.model])
+    assert filled == [True]
+    assert trainer._forwards.choice.form(trainer.model) == "packed"
+    with pytest.raises(KeyError), zeros_filled(trainer.model):
+        raise KeyError
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert not any(value.any() for name, value in before.items() if "lora_B" in name)
