@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import transformers
@@ -184,12 +184,13 @@ def hiding_old_names() -> Iterator[None]:
     One entry comes and goes. `catch_warnings` would drop filters that others set meanwhile, on any thread, and each
     change that it makes lets Python show every warning again.
     """
-    warnings.filters.insert(0, _OLD_NAMES)
+    filters = cast(list[Any], warnings.filters)
+    filters.insert(0, _OLD_NAMES)
     try:
         yield
     finally:
-        with suppress(ValueError):  # others have replaced the list
-            warnings.filters.remove(_OLD_NAMES)
+        with suppress(ValueError):  # others have changed the list
+            filters.remove(_OLD_NAMES)
 
 
 def end_event_loop_with(trainer: Any) -> None:

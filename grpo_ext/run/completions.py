@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas
 from accelerate.logging import get_logger
@@ -32,7 +32,9 @@ def completions_logged(view: TrainerView, logs: Mapping[str, Any]) -> Iterator[N
     writes = view.log_completions and view.accelerator.is_main_process
     ended = [name.removesuffix("_runtime") for name in logs if writes and name.endswith("_runtime")]
     if writes:
-        trackers = [sys.modules[n].Table for n in _WITH_TABLES if n in view.args.report_to and n in sys.modules]
+        trackers = [
+            sys.modules[n].Table for n in _WITH_TABLES if n in cast(list[str], view.args.report_to) and n in sys.modules
+        ]
         shown = {n: _writable(table[n], trackers, strip_images_from_messages) for n in ("prompt", "completion")}
         table = {**table, **shown, "extra": {n: _writable(column, trackers) for n, column in table["extra"].items()}}
     try:
@@ -55,7 +57,7 @@ def _file_of_step_kept(view: TrainerView, ended: Sequence[str]) -> Iterator[None
 
     TRL writes to the file of the step inside; that of an evaluation gets a name of its own.
     """
-    path = Path(view.args.output_dir) / "completions" / f"completions_{view.state.global_step:05d}.parquet"
+    path = Path(str(view.args.output_dir)) / "completions" / f"completions_{view.state.global_step:05d}.parquet"
     aside = path.with_suffix(".training")
     if ended and path.is_file():
         path.replace(aside)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from grpo_ext.algorithms import losses
 from grpo_ext.algorithms.load_balancing import load_balancing_loss, router_statistics
 from grpo_ext.algorithms.losses import (
     PPO_CLIPPED,
@@ -29,59 +27,11 @@ from grpo_ext.algorithms.losses import (
 )
 from grpo_ext.algorithms.policy_losses import LOSS_TYPES
 from grpo_ext.errors import ConfigError
+from tests.support.loss_steps import LENGTHS, OPTIONS, make
 
 EXACT = 1e-12  # float64 sums of order one in another order
-WIDTH = 5
-LENGTHS = (5, 3, 0, 4, 1, 2, 5)  # tokens that carry loss; one completion has none
-OPTIONS = {
-    "plain": {},
-    "delta": {"delta": 1.3},
-    "beta": {"beta": 0.1, "use_bias_correction_kl": False},
-    "beta, bias correction": {"beta": 0.1, "use_bias_correction_kl": True},
-    "off-policy mask": {"off_policy_mask_threshold": 0.05},
-    "entropy keep": {"keep": True},
-    "sequence mask": {"sequence_mask_low": 0.9, "sequence_mask_high": 1.1},
-    "trust region tv": {"trust_region": "tv", "trust_region_threshold": 0.03},
-    "trust region kl": {"trust_region": "kl", "trust_region_threshold": 0.003},
-    "sampling ratio per sequence": {"correct_sampling": True, "sampling": "sequence"},
-    "everything": {
-        **{"delta": 1.3, "beta": 0.1, "off_policy_mask_threshold": 0.05},
-        **{"keep": True, "correct_sampling": True, "sampling": "token"},
-    },
-}
 # completions one by one, and two micro-batchings in another order
 PARTITIONS = ([[row] for row in range(7)], [[6, 2], [0, 5, 1, 4], [3]], [[4, 2, 6, 1, 3], [5, 0]])
-
-
-def make(loss_type: str, level: str, option: str) -> tuple[LossConfig, TokenBatch]:
-    """A configuration and a step of 7 completions in float64, with ratios on both sides of every clip."""
-    options = dict(OPTIONS[option])
-    keep, sampling = options.pop("keep", False), options.pop("sampling", None)
-    epsilon = {"epsilon_low": 0.1, "epsilon_high": 1.2 if loss_type == "cispo" else 0.15}
-    cfg = LossConfig(loss_type, importance_sampling_level=level, max_completion_length=6, **epsilon, **options)
-    generator = torch.Generator().manual_seed(20)
-    shape = (len(LENGTHS), WIDTH)
-
-    def noise(scale: float) -> torch.Tensor:
-        return scale * torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    mask = (torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]).long()
-    # what is outside the mask is not zero, so that a loss which read it would not add up
-    logps = -1.5 + noise(0.4)
-    old, reference = logps + noise(0.3), logps + noise(0.3)
-    # outside the mask TRL's ratio is exactly one
-    ratio = torch.exp(noise(0.2) * mask) if sampling == "token" else torch.exp(noise(0.2)[:, :1]) if sampling else None
-    batch = TokenBatch(
-        logps.requires_grad_(),
-        mask,
-        torch.tensor([0.7, -1.2, 0.4, 0.0, 1.5, -0.3, -0.9], dtype=torch.float64),
-        old_logps_BT=old,
-        ref_logps_BT=reference,
-        sampling_logps_BT=old + noise(0.1) if option in ("off-policy mask", "everything") else None,
-        sampling_ratio=ratio,
-        entropy_keep_BT=(noise(1.0) > -0.5).double() if keep else None,
-    )
-    return cfg, batch
 
 
 def part_of(batch: TokenBatch, rows: list[int]) -> TokenBatch:
@@ -352,118 +302,3 @@ def test_a_teachers_advantages_give_the_gradient_of_the_reverse_kl():
     (found,) = torch.autograd.grad(-(logps_BV.exp().detach() * advantages_BV * logps_BV).sum(), student_BV)
     assert float((found - 0.5 * expected).norm() / expected.norm()) < EXACT
     assert not advantages_BV.requires_grad
-
-
-# ---- Ratios that overflow --------------------------------------------------------------------------------------------
-
-FAR = 100.0  # a log-ratio; exp of it is infinite in float32
-BOUNDED = (*PPO_CLIPPED, "sapo", "cispo", "vespo")
-LEFT_OUT = {
-    "mask": {"mask": [[1, 0, 1]]},
-    "entropy": {"entropy_keep_BT": [[1.0, 0.0, 1.0]]},
-    "sampling ratio": {"sampling_ratio": [[1.0, 0.0, 1.0]], "correct_sampling": True},
-    "off-policy mask": {"off_policy_mask_threshold": -1e3, "kept": []},
-    "sequence mask": {"sequence_mask_high": 2.0, "kept": []},
-}
-
-
-def far_losses(
-    loss_type: str,
-    advantage: float,
-    level: str = "token",
-    far: float = FAR,
-    dtype: torch.dtype = torch.float32,
-    **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The losses of three tokens, of which the second (at the level of sequences all) has a ratio far from one.
-
-    Their gradient with respect to the log-probabilities comes second.
-    """
-    columns = {n: torch.tensor(more.pop(n), dtype=dtype) for n in ("entropy_keep_BT", "sampling_ratio") if n in more}
-    mask = torch.tensor(more.pop("mask", [[1, 1, 1]]))
-    cfg = LossConfig(loss_type, level, epsilon_high=5.0 if loss_type == "cispo" else 0.2, **more)
-    logps = torch.tensor([[-0.5, -1.0, -1.5]], dtype=dtype, requires_grad=True)
-    ratios = torch.tensor([[far] * 3 if level == "sequence" else [0.1, far, -0.1]], dtype=dtype)
-    batch = TokenBatch(logps, mask, torch.tensor([advantage], dtype=dtype), logps.detach() - ratios, **columns)
-    loss = token_loss(cfg, batch).loss_BT.expand(1, 3) * mask
-    return loss[0].detach(), torch.autograd.grad(loss.sum(), logps)[0][0]
-
-
-def limit(loss_type: str, advantage: float, delta: float | None) -> tuple[float, float] | None:
-    """Loss and gradient of a token as its ratio tends to infinity, by hand; None where they do."""
-    if loss_type == "sapo":
-        return -4 * advantage / (1.0 if advantage > 0 else 1.05), 0.0
-    if loss_type == "cispo":
-        return 5.0 * advantage, -5.0 * advantage  # the log-probability is -1
-    if loss_type == "vespo":
-        return 0.0, 0.0
-    if advantage >= 0:
-        return -1.2 * advantage, 0.0
-    return None if delta is None else (-delta * advantage, 0.0)
-
-
-@pytest.mark.parametrize("loss_type", BOUNDED)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("delta", [None, 3.0])
-@pytest.mark.parametrize("advantage", [0.7, 0.0, -0.7])
-def test_a_ratio_that_overflows_has_the_loss_and_gradient_of_the_limit(loss_type, level, delta, advantage):
-    expected = limit(loss_type, advantage, delta)
-    loss, gradient = far_losses(loss_type, advantage, level, delta=delta)
-    if expected is None:  # no minimum bounds it: the loss says so
-        assert loss[1] == math.inf
-        return
-    assert gradient.isfinite().all()
-    assert loss[1].item() == pytest.approx(expected[0], rel=1e-6, abs=1e-12)
-    if level == "token":
-        assert gradient[1].item() == pytest.approx(expected[1], rel=1e-6, abs=1e-12)
-        exact = far_losses(loss_type, advantage, level, 1.0, dtype=torch.float64, delta=delta)
-        for ours, other in zip((loss, gradient), exact):  # the neighbours
-            assert torch.allclose(ours[[0, 2]].double(), other[[0, 2]], rtol=1e-5) or loss_type == "vespo"
-
-
-@pytest.mark.parametrize("loss_type", [*PPO_CLIPPED, "sapo"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_without_the_bound_the_gradient_is_not_finite(monkeypatch, loss_type, level):
-    monkeypatch.setattr(losses, "_LARGEST_LOG_RATIO", math.inf)
-    loss, gradient = far_losses(loss_type, 0.7, level)
-    assert loss.isfinite().all()
-    assert gradient.isnan().any()
-
-
-@pytest.mark.parametrize("loss_type", [*PPO_CLIPPED, "sapo"])
-@pytest.mark.parametrize("why", LEFT_OUT)
-def test_a_token_that_is_left_out_adds_nothing_whatever_its_ratio(loss_type, why):
-    options = dict(LEFT_OUT[why])
-    kept = options.pop("kept", [0, 2])
-    loss, gradient = far_losses(loss_type, -0.7, **options)
-    near, expected = far_losses(loss_type, -0.7, far=0.0, **options)
-    others = [token for token in range(3) if token not in kept]
-    assert not loss[others].any()
-    assert not gradient[others].any()
-    assert torch.equal(loss[kept], near[kept])
-    assert torch.equal(gradient[kept], expected[kept])
-
-
-@pytest.mark.parametrize("loss_type", BOUNDED)
-@pytest.mark.parametrize("option", ["plain", "delta", "beta", "beta, bias correction", "everything"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_up_to_the_bound_every_bit_stays(monkeypatch, loss_type, option, level):
-    def outcome() -> list[torch.Tensor]:
-        cfg, batch = make(loss_type, level, option)
-        batch = TokenBatch(
-            **{n: v.float() if v.is_floating_point() else v for n, v in vars(batch).items() if v is not None}
-        )
-        batch.logps_BT = batch.logps_BT.detach().requires_grad_()
-        tokens = token_loss(cfg, batch)
-        return [tokens.loss_BT, tokens.ratio, torch.autograd.grad(tokens.loss_BT.sum(), batch.logps_BT)[0]]
-
-    bounded = outcome()
-    monkeypatch.setattr(losses, "_bounded", lambda cfg, batch, log_ratio, factors: log_ratio)
-    assert all(map(torch.equal, bounded, outcome()))
-
-
-def test_a_kl_term_that_grows_with_the_ratio_stays_an_explosion():
-    cfg = LossConfig("grpo", beta=0.1, use_bias_correction_kl=True)
-    new, old = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - FAR]])
-    batch = TokenBatch(new, torch.ones(1, 1), torch.ones(1), old, ref_logps_BT=new - 0.5)
-    assert token_loss(cfg, batch).loss_BT.item() == math.inf
