@@ -190,8 +190,7 @@ class GRPOConfig(trl.GRPOConfig):
         "Skip completions that add exactly nothing to the update (advantage zero, no KL, entropy or auxiliary "
         "term). The logged entropy and clip ratios are then those of the other completions. False: these completions "
         "count as use of a parameter, such as an expert that no other token chooses: its gradient is zero, and weight "
-        "decay and momentum move it. True: the optimizer leaves it alone, and all parameters in a step to which "
-        "nothing adds.",
+        "decay and momentum move it. True: the optimizer leaves it alone.",
         default=True,
     )
     compact_rollouts: bool = setting(

@@ -207,7 +207,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 with accumulating(self.accelerator, *sums) as backward:  # at its end one sum over the processes
                     for micro_batch in self._with_events(attempt.micro_batches(step)):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
-                            backward(self._loss_of(model, micro_batch), micro_batch.part.weight)
+                            backward(self._loss_of(model, micro_batch), attempt.counts(micro_batch.part))
         values = log_values(attempt.plan, step.metrics, self._clock.take())
         loss = self._log_step(values)
         attempt.end(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))

@@ -189,7 +189,7 @@ def accumulating(
 ) -> Iterator[Callable[..., None]]:
     """A context for the backward passes of a step, which it yields; at its end one sum over the processes.
 
-    Each is given the loss of a micro-batch, and its weight.
+    Each is given the loss of a micro-batch, and whether the parameters that it uses take part in the step.
 
     The loss is scaled to undo two divisions: that of `accelerator.backward` by the accumulation steps (none under
     DeepSpeed), and the mean over processes of an engine that reduces in the backward pass. `gradients` is None where
@@ -209,9 +209,9 @@ def accumulating(
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
 
-    def backward(loss: torch.Tensor, weight: float = 1.0) -> None:
+    def backward(loss: torch.Tensor, contributes: bool = True) -> None:
         run = functools.partial(accelerator.backward, loss * scale, **options)
-        run() if gradients is None else gradients.backward(run, contributes=bool(weight))
+        run() if gradients is None else gradients.backward(run, contributes)
 
     with collectives.together("the end of the micro-batches", meets, again=True), accumulation, collecting:
         yield backward

@@ -94,11 +94,12 @@ class Attempt:
             self._current = part
             yield collate(self.rollout, part, step, self.collation, self.settings)
 
+    def counts(self, part: MicroBatch) -> bool:
+        """Whether parameters that a micro-batch uses take part; where nothing adds, its filler stands for the step."""
+        return bool(part.weight) or not self.plan.rows
+
     def end(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
         """Raise where the loss is not finite (`run` finds where that began); fill the record of a step run again."""
-        if not self.plan.rows:  # of fillers alone, whose gradients FSDP keeps
-            for parameter in self.model.parameters():
-                parameter.grad = None
         if not math.isfinite(loss):
             forwards, what = self.forwards, f"the loss of step {number} is {loss}"
             policy = forwards.accelerator.unwrap_model(self.model)
