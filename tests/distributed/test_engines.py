@@ -353,7 +353,7 @@ def test_an_overflow_on_one_process_skips_the_step_on_all(launches, engine):
 @pytest.mark.parametrize(("engine", "processes"), ENGINES[:4])
 def test_a_gradient_that_is_not_finite_on_one_process_ends_the_run_on_all(launches, folder, engine, processes):
     result = launches(engine, processes)["spoiled"]
-    assert re.match(r"the norm of the gradient of step 2 is (nan|inf|-1): it comes from completion \d+", result.error)
+    assert re.match(r"the norm of the gradient of step 2 is (nan|inf|-1): it comes from the completions", result.error)
     assert "at the output of model.layers.0.mlp (Qwen2MLP)" in result.error
     assert all(bool(torch.isfinite(value).all()) for value in result.state.values())
     assert [path.name for path in (folder / f"{engine}_{processes}" / "spoiled").glob("checkpoint-*")] == [
