@@ -28,8 +28,8 @@ from tests.support.tiny import tiny_tokenizer
 pytestmark = pytest.mark.full
 
 PROMPT, COMPLETION, WIDTHS = 6, 7, (1, 7, 64)  # tokens
-# of log-probabilities, entropies and gradients in float32 through steep random weights. Measured: up to 1.5e-4 (Qwen3.5's
-# delta rule), nearly all 1e-6; models that padding changes 0.08 and more
+# of log-probabilities, entropies and gradients in float32, through steep random weights. Measured: up to 1.5e-4 (the
+# delta rule of Qwen3.5), nearly all 1e-6; models that padding changes 0.08 and more
 SAME = 5e-4
 FEWEST_BUILT, FEWEST_BY_PACKS = 160, 90  # measured: 168 and 102
 # forwards that are known to differ beside padding, so the scan can see that
