@@ -178,7 +178,7 @@ class GRPOConfig(trl.GRPOConfig):
         "How completions run through the model: 'packed' (each prompt once, its completions after it, no "
         "padding), 'prefix' (prompts once with a cache, then padded completions), 'padded' (every completion with "
         "its prompt), or 'auto' (the first of these that the model can run). If the model cannot run the chosen form, "
-        "it runs padded batches, with a warning.",
+        "it runs padded batches, with a warning; only rows of one length together, if padding changes the model.",
         default="auto",
         choices=["auto", *get_args(Form)],
     )

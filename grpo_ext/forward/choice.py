@@ -3,6 +3,7 @@
 Differs from TRL, which always pads. `form_check` compares every form, padded batches too, with rows that run alone.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
-from .form_check import RowsAlone, why_equal_lengths_fail, why_form_fails, why_padding_fails
+from .form_check import DRAWS, RowsAlone, why_equal_lengths_fail, why_form_fails, why_padding_fails
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
 from .zeros import zeros_filled
@@ -45,6 +46,9 @@ def needs_whole_rows(model: Any) -> str | None:
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
         return "its adapter looks for tokens in every row of a batch"
     return None
+
+
+_Why = Callable[[RowsAlone], str | None]
 
 
 @dataclass
@@ -112,7 +116,6 @@ class ForwardChoice:
         All processes together: a form that one refuses is refused on all, and the next one is compared.
         """
         forms, problem, batches = self._of(model), None, list[RowsAlone]()
-        options = self.device, self.checkpointing_kwargs, self.group
         try:
             short, *long = make_rows(base_model_of(model))
             batches = [RowsAlone(model, short, self.device)]
@@ -123,8 +126,8 @@ class ForwardChoice:
             problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
         with zeros_filled(model):
             while (form := forms.best) != "padded":
-                reasons = (why_form_fails(form, model, alone.rows, *options, alone) for alone in batches)
-                if (reason := self._first_of_all(reasons, problem)) is None:
+                why = functools.partial(self._why_form_fails, form)
+                if (reason := self._first_of_all(why, batches, problem)) is None:
                     break
                 forms.refused[form] = reason
                 self._warn_of_padding(forms)
@@ -132,14 +135,18 @@ class ForwardChoice:
                     logger.warning(
                         f"The best form of the forward was refused; completions run as {self.described(model)}."
                     )
-            if (reason := self._first_of_all(map(why_padding_fails, batches[:1]))) is not None:
-                single = self._first_of_all(map(why_equal_lengths_fail, batches[:1])) is not None
+            if (reason := self._first_of_all(why_padding_fails, batches[:1])) is not None:
+                single = self._first_of_all(why_equal_lengths_fail, batches[:1]) is not None
                 forms.batching = "single" if single else "equal_lengths"
                 self._warn(
                     f"A batch changes what the model computes ({reason}). Where batches are padded, in sampling too, "
                     f"they hold {_JOINED[forms.batching]}, so most forwards run one completion."
                 )
         forms.compared = True
+
+    def _why_form_fails(self, form: Form, alone: RowsAlone) -> str | None:
+        options = self.device, self.checkpointing_kwargs, self.group
+        return why_form_fails(form, alone.model, alone.rows, *options, alone)
 
     def share(self, model: Any, twin: Any) -> None:
         self._models[base_model_of(twin)] = self._of(model)
@@ -167,11 +174,17 @@ class ForwardChoice:
             self._warned.add(text)
             logger.warning(text)
 
-    def _first_of_all(self, reasons: Iterable[str | None], known: str | None = None) -> str | None:
+    def _first_of_all(self, why: _Why, batches: Sequence[RowsAlone], known: str | None = None) -> str | None:
         """The first reason of any process, `known` or else found by a comparison."""
-        with together("the comparison of two forms", self.sharded):
-            reason = known or self._first(reasons)
-        return next(filter(None, gather_lists([reason])), None)
+        reason: str | None = None
+        for draws in DRAWS:
+            for alone in batches:
+                alone.draws = max(alone.draws, draws)
+            with together("the comparison of two forms", self.sharded):
+                reason = known or self._first(map(why, batches))
+            if (reason := next(filter(None, gather_lists([reason])), None)) is None:
+                break
+        return reason
 
     def _first(self, reasons: Iterable[str | None]) -> str | None:
         try:
@@ -179,8 +192,11 @@ class ForwardChoice:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            if not self.forms and not self.sharded:  # smaller batches may fit, as in training
+                logger.warning("Padded batches ran out of memory before they were compared with rows alone.")
+                return None
             remedy = "use a device with more memory, or FSDP2"
-            if self.group is None and self.forms:
+            if self.group is None:
                 remedy = "set forward='padded', which is compared on short rows alone"
             raise MemoryShortageError(
                 f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); {remedy}."

@@ -32,7 +32,8 @@ from .rows import TokenRows
 LIMIT = 4.0  # times the rounding; healthy models reach 0.4 on the rows made here, a planted fault 22 and more
 _CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt", "padded": "a padded batch"}
-_DRAWS = 2  # perturbed forwards that the rounding is estimated from
+# perturbed runs that the rounding is estimated from; more before a refusal, for some routers rarely change an expert
+DRAWS = (2, 8)
 PADDINGS = (1, 7, 64)  # columns before all prompts, in batches of short rows
 
 # made rows: a further batch is longer than a window of attention up to this width. A model that makes the mask of a
@@ -55,21 +56,27 @@ class RowsAlone:
     ) -> None:
         self.model, self.policy, self.rows, self.device = model, base_model_of(model), rows, device
         self.paddings = paddings  # columns before all prompts, of a batch each
+        self.draws = DRAWS[0]  # perturbed runs that the rounding is estimated from
+        self._drawn: list[dict[str, float]] = []
 
     @cached_property
-    def truth(self) -> tuple[Outputs, torch.Tensor, dict[str, float]]:
-        """Outputs of modules by place, the log-probabilities of all tokens, and the rounding by place."""
-        unit = rounding_unit(self.policy, self.device)
-        outputs, logps = self._run()
-        roundings = {place: unit * _size(values) for place, values in outputs.items()}
-        for seed in range(_DRAWS):
-            with _perturbed(self.policy, unit, seed):
+    def outputs(self) -> tuple[Outputs, torch.Tensor]:
+        """Outputs of modules by place, and the log-probabilities of all tokens."""
+        return self._run()
+
+    def roundings(self) -> dict[str, float]:
+        """The rounding by place, at least the unit of the arithmetic."""
+        outputs, unit = self.outputs[0], rounding_unit(self.policy, self.device)
+        while len(self._drawn) < self.draws:
+            with _perturbed(self.policy, unit, seed=len(self._drawn)):
                 perturbed, _ = self._run()
-            for place, values in perturbed.items():
-                # perturbed values near the end of their type's range may overflow
-                error = (values - outputs[place]).nan_to_num(0, 0, 0)
-                roundings[place] = max(roundings[place], _size(error))
-        return outputs, logps, roundings
+            # perturbed values near the end of their type's range may overflow
+            errors = {place: (values - outputs[place]).nan_to_num(0, 0, 0) for place, values in perturbed.items()}
+            self._drawn.append({place: _size(error) for place, error in errors.items()})
+        return {
+            place: max(unit * _size(values), *(sizes.get(place, 0.0) for sizes in self._drawn))
+            for place, values in outputs.items()
+        }
 
     def _run(self) -> tuple[Outputs, torch.Tensor]:
         parts = [self.rows.part([row]) for row in range(len(self.rows))]
@@ -101,7 +108,7 @@ def why_form_fails(
     policy, name = alone.policy, type(alone.policy).__name__
     with torch.no_grad():
         try:
-            truth, truth_logps, roundings = alone.truth
+            truth, truth_logps = alone.outputs
         except Exception as error:
             if rows.images is None or is_out_of_memory(error):  # a fault of the model's own
                 raise
@@ -119,6 +126,7 @@ def why_form_fails(
             if is_out_of_memory(error):
                 raise
             return f"{name} fails on {_BATCHES[form]} ({_first_line(error)})"
+        roundings = alone.roundings()
     if not torch.isfinite(truth_logps).all():
         fault = f"log-probabilities of {name} are not finite, so there is nothing to compare"
         return None if form == "padded" else fault
@@ -147,7 +155,9 @@ def why_equal_lengths_fail(alone: RowsAlone) -> str | None:
     one = alone.rows.part([0])
     ids_N = torch.cat([one.ids_N, one.ids_N.flip(0)])
     pair = TokenRows(ids_N, [*one.prompts_B] * 2, [*one.completions_B] * 2, [False])
-    return why_padding_fails(RowsAlone(alone.model, pair, alone.device, paddings=(0,)))
+    pair_alone = RowsAlone(alone.model, pair, alone.device, paddings=(0,))
+    pair_alone.draws = alone.draws
+    return why_padding_fails(pair_alone)
 
 
 def _first_line(error: Exception) -> str:

@@ -27,6 +27,7 @@ from grpo_ext.runtime.collectives import ragged_gather
 from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
 from tests.support.launch import leave
 from tests.support.own_generate import Sampler
+from tests.support.padding import CausalMean, with_module
 from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.trainers import change, log_of, make
 
@@ -156,6 +157,10 @@ def shown_images(folder: Path, groups: int) -> torch.Tensor:
     return change(trainer_of(folder, groups, model=image_model("llava"), train_dataset=rows, **parts, **turns))
 
 
+def changed_by_padding(folder: Path, size: int) -> torch.Tensor:
+    return change(trainer_of(folder, 3, model=with_module(CausalMean), per_device_train_batch_size=size))
+
+
 def packs_on_one(folder: Path, what: str) -> list[float]:
     """Packs go wrong (`fault`), or are not taken (`refusal`), on the second process alone; the shares of padding."""
     trainer = trainer_of(folder, bf16=True, num_iterations=2)
@@ -244,6 +249,7 @@ TASKS: dict[str, Callable[[Path], Any]] = {
     "one group": lambda folder: train_and_evaluate(folder, 1),
     "own model": lambda folder: train_and_evaluate(folder, 1, own_model=True),
     "gathered": gathered,
+    "padding": lambda folder: changed_by_padding(folder, 3),
     "images": lambda folder: shown_images(folder, 3),
     "shared disk": shared_disk,
     "step again": step_again,

@@ -179,6 +179,12 @@ def test_what_an_override_returns_is_trained_on_alike_on_two_processes(both, tmp
     assert (one, few, tokens[0]) == ([], [3 if groups > 1 else 2], tokens[1])
 
 
+def test_a_model_that_padding_changes_learns_what_it_learns_on_one_process(both, tmp_path):
+    first, second = both["padding"]
+    assert first.equal(second)
+    assert error(tasks.changed_by_padding(tmp_path, size=12), first) <= UPDATE
+
+
 def test_a_step_runs_again(both, tmp_path):
     (text, about, rows), second = both["step again"]
     assert text == second[0] == "step 3: the same bits"

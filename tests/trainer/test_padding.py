@@ -13,68 +13,13 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.forward import choice
 from grpo_ext.forward.lm_head import TARGETS
 from grpo_ext.forward.zeros import zeros_filled
-from tests.support.architectures import architecture
+from tests.support.padding import Canon, CausalMean, recurrent_gemma, rwkv, with_hook, with_module
 from tests.support.tiny import prompts, tiny_model
 from tests.support.trainers import LORA, change, error, form_of, make, ran, update
 from tests.tolerances import DIFFERENT, UPDATE
 
-Model = Callable[[], Any]
-
-
-class CausalMean(torch.nn.Module):
-    """A mean over the positions up to each token, pads too."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
-        count_L1 = torch.arange(1, hidden_BLH.size(1) + 1)[:, None]
-        return self.inner(hidden_BLH) + hidden_BLH.cumsum(1) / count_L1
-
-
-class Canon(torch.nn.Module):
-    """A depthwise convolution over the last tokens, pads too; `kernel`: its start, None for random numbers."""
-
-    def __init__(self, inner: torch.nn.Module, kernel: list[float] | None = None) -> None:
-        super().__init__()
-        self.inner, self.conv = inner, torch.nn.Conv1d(32, 32, 4, groups=32, padding=3, bias=False)
-        if kernel is not None:
-            self.conv.weight.data[:] = torch.tensor(kernel)
-
-    def forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
-        mixed_BHL = self.conv(hidden_BLH.transpose(1, 2))[..., : hidden_BLH.size(1)]
-        return self.inner(hidden_BLH + mixed_BHL.transpose(1, 2))
-
-
-def with_module(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Any:
-    """A Qwen2 with a user's module around the first MLP."""
-    torch.manual_seed(0)
-    model = tiny_model()
-    model.model.layers[0].mlp = wrap(model.model.layers[0].mlp)
-    return model
-
-
-def with_hook(*dims: int) -> Any:
-    """A Qwen2 with a user's hook that adds a mean over dimensions of (B, L, H)."""
-    model = tiny_model()
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: output + output.mean(dims, keepdim=True)
-    )
-    return model
-
-
-def recurrent_gemma() -> Any:
-    blocks = {"block_types": ("recurrent", "attention"), "num_hidden_layers": 2, "lru_width": 32}
-    return architecture("recurrent_gemma", attention_window_size=64, w_init_variance_scale=1.0, **blocks)
-
-
-def rwkv() -> Any:
-    return architecture("rwkv", attention_hidden_size=32, num_hidden_layers=2, context_length=256)
-
-
 # by name a model, and the completions in a forward that it may run: of one length, or one
-WRONG: dict[str, tuple[Model, str]] = {
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "recurrent_gemma": (recurrent_gemma, "equal_lengths"),
     "rwkv": (rwkv, "equal_lengths"),
     "mean": (lambda: with_module(CausalMean), "equal_lengths"),
