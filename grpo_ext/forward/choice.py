@@ -3,8 +3,7 @@
 Differs from TRL, which always pads. `form_check` compares every form, padded batches too, with rows that run alone.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +18,7 @@ from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
-from .form_check import DRAWS, RowsAlone, why_equal_lengths_fail, why_form_fails, why_padding_fails
+from .form_check import DRAWS, RowsAlone, why_form_fails
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
 from .zeros import zeros_filled
@@ -46,9 +45,6 @@ def needs_whole_rows(model: Any) -> str | None:
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
         return "its adapter looks for tokens in every row of a batch"
     return None
-
-
-_Why = Callable[[RowsAlone], str | None]
 
 
 @dataclass
@@ -117,8 +113,8 @@ class ForwardChoice:
         """
         forms, problem, batches = self._of(model), None, list[RowsAlone]()
         try:
-            short, *long = make_rows(base_model_of(model))
-            batches = [RowsAlone(model, short, self.device)]
+            first, *long = make_rows(base_model_of(model))
+            batches = [RowsAlone(model, first, self.device)]
             batches += [RowsAlone(model, rows, self.device, paddings=(0,)) for rows in long]
             if forms.best != "padded" and (longest := max(max(a.rows.prompts_B) for a in batches)) > _TAKES_LONG:
                 logger.info(f"Comparing {_NAMES[forms.best]} with rows alone, on over {longest} tokens, once.")
@@ -126,8 +122,7 @@ class ForwardChoice:
             problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
         with zeros_filled(model):
             while (form := forms.best) != "padded":
-                why = functools.partial(self._why_form_fails, form)
-                if (reason := self._first_of_all(why, batches, problem)) is None:
+                if (reason := self._why_refused(form, batches, problem)) is None:
                     break
                 forms.refused[form] = reason
                 self._warn_of_padding(forms)
@@ -135,18 +130,16 @@ class ForwardChoice:
                     logger.warning(
                         f"The best form of the forward was refused; completions run as {self.described(model)}."
                     )
-            if (reason := self._first_of_all(why_padding_fails, batches[:1])) is not None:
-                single = self._first_of_all(why_equal_lengths_fail, batches[:1]) is not None
-                forms.batching = "single" if single else "equal_lengths"
+            if (reason := self._why_refused("padded", short := batches[:1])) is not None:
+                # images of one batch may be padded to the largest
+                pairs = [alone.pair() for alone in short if alone.rows.images is None]
+                equal = pairs and self._why_refused("padded", pairs) is None
+                forms.batching = "equal_lengths" if equal else "single"
                 self._warn(
                     f"A batch changes what the model computes ({reason}). Where batches are padded, in sampling too, "
                     f"they hold {_JOINED[forms.batching]}, so most forwards run one completion."
                 )
         forms.compared = True
-
-    def _why_form_fails(self, form: Form, alone: RowsAlone) -> str | None:
-        options = self.device, self.checkpointing_kwargs, self.group
-        return why_form_fails(form, alone.model, alone.rows, *options, alone)
 
     def share(self, model: Any, twin: Any) -> None:
         self._models[base_model_of(twin)] = self._of(model)
@@ -174,29 +167,25 @@ class ForwardChoice:
             self._warned.add(text)
             logger.warning(text)
 
-    def _first_of_all(self, why: _Why, batches: Sequence[RowsAlone], known: str | None = None) -> str | None:
-        """The first reason of any process, `known` or else found by a comparison."""
+    def _why_refused(self, form: Form, batches: Sequence[RowsAlone], problem: str | None = None) -> str | None:
+        """The first reason of any process against a form: a `problem` with the rows, or what a comparison finds."""
         reason: str | None = None
         for draws in DRAWS:
-            for alone in batches:
-                alone.draws = max(alone.draws, draws)
             with together("the comparison of two forms", self.sharded):
-                reason = known or self._first(map(why, batches))
+                reason = problem or self._first(form, batches, draws)
             if (reason := next(filter(None, gather_lists([reason])), None)) is None:
                 break
         return reason
 
-    def _first(self, reasons: Iterable[str | None]) -> str | None:
+    def _first(self, form: Form, batches: Sequence[RowsAlone], draws: int) -> str | None:
         try:
-            return next(filter(None, reasons), None)
+            options = self.checkpointing_kwargs, self.group, draws
+            return next(filter(None, (why_form_fails(form, alone, *options) for alone in batches)), None)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if not self.forms and not self.sharded:  # smaller batches may fit, as in training
-                logger.warning("Padded batches ran out of memory before they were compared with rows alone.")
-                return None
             remedy = "use a device with more memory, or FSDP2"
-            if self.group is None:
+            if self.group is None and form != "padded":
                 remedy = "set forward='padded', which is compared on short rows alone"
             raise MemoryShortageError(
                 f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); {remedy}."

@@ -53,11 +53,14 @@ class RowsAlone:
     """Rows that run one by one, without padding, once for all forms: what these are compared with."""
 
     def __init__(
-        self, model: Callable[..., Any], rows: TokenRows, device: Any, paddings: Sequence[int] = PADDINGS
+        self,
+        model: Callable[..., Any],  # as the loop calls it, without gradient checkpointing
+        rows: TokenRows,
+        device: torch.device | str = "cpu",
+        paddings: Sequence[int] = PADDINGS,  # columns before all prompts, of a batch each
     ) -> None:
         self.model, self.policy, self.rows, self.device = model, base_model_of(model), rows, device
-        self.paddings = paddings  # columns before all prompts, of a batch each
-        self.draws = DRAWS[0]  # perturbed runs that the rounding is estimated from
+        self.paddings, self.name = paddings, type(self.policy).__name__
         self._drawn: list[dict[str, float]] = []
 
     @cached_property
@@ -65,10 +68,23 @@ class RowsAlone:
         """Outputs of modules by place, and the log-probabilities of all tokens."""
         return self._run()
 
-    def roundings(self) -> dict[str, float]:
+    @cached_property
+    def fault(self) -> str | None:
+        """The reason why there is nothing to compare with, as a clause."""
+        try:
+            _, logps = self.outputs
+        except Exception as error:
+            if self.rows.images is None or is_out_of_memory(error):  # a fault of the model's own
+                raise
+            return f"{self.name} fails on an image made for the comparison ({_first_line(error)})"
+        if not torch.isfinite(logps).all():
+            return f"log-probabilities of {self.name} are not finite, so there is nothing to compare"
+        return None
+
+    def roundings(self, draws: int) -> dict[str, float]:
         """The rounding by place, at least the unit of the arithmetic."""
         outputs, unit = self.outputs[0], rounding_unit(self.policy, self.device)
-        while len(self._drawn) < self.draws:
+        while len(self._drawn) < draws:
             with _perturbed(self.policy, unit, seed=len(self._drawn)):
                 perturbed, _ = self._run()
             # perturbed values near the end of their type's range may overflow
@@ -78,6 +94,13 @@ class RowsAlone:
             place: max(unit * _size(values), *(sizes.get(place, 0.0) for sizes in self._drawn))
             for place, values in outputs.items()
         }
+
+    def pair(self) -> "RowsAlone":
+        """Two rows of one length, which need no padding: the first row, and its tokens backwards."""
+        one = self.rows.part([0])
+        ids_N = torch.cat([one.ids_N, one.ids_N.flip(0)])
+        rows = TokenRows(ids_N, [*one.prompts_B] * 2, [*one.completions_B] * 2, [False])
+        return RowsAlone(self.model, rows, self.device, paddings=(0,))
 
     def _run(self) -> tuple[Outputs, torch.Tensor]:
         parts = [self.rows.part([row]) for row in range(len(self.rows))]
@@ -91,46 +114,36 @@ class RowsAlone:
         return outputs, torch.cat([logps for _, logps in runs])
 
 
+@torch.no_grad()
 def why_form_fails(
     form: Form,
-    model: Callable[..., Any],  # as the loop calls it, without gradient checkpointing
-    rows: TokenRows,
-    device: torch.device | str = "cpu",
+    alone: RowsAlone,
     checkpointing_kwargs: dict[str, Any] | None = None,  # of the run's gradient checkpointing; None without it
     group: SequenceGroup | None = None,  # whose members share the tokens of a pack
-    alone: RowsAlone | None = None,  # of these rows, where they have run for another form
+    draws: int = DRAWS[0],
 ) -> str | None:
     """The reason why a model does not run a form, as a clause; None where its modules' outputs agree with rows alone.
 
-    Every process runs the same number of forwards, unless the model refuses or memory runs out. The first token of a
-    completion shows no fault in a pack: its prompt alone predicts it.
+    Padded batches need no reason to run where there is nothing to compare with. Every process runs the same number of
+    forwards, unless the model refuses or memory runs out. The first token of a completion shows no fault in a pack: its
+    prompt alone predicts it.
     """
-    alone = alone or RowsAlone(model, rows, device)
-    policy, name = alone.policy, type(alone.policy).__name__
-    with torch.no_grad():
-        try:
-            truth, truth_logps = alone.outputs
-        except Exception as error:
-            if rows.images is None or is_out_of_memory(error):  # a fault of the model's own
-                raise
-            fault = f"{name} fails on an image made for the comparison ({_first_line(error)})"
-            return None if form == "padded" else fault
-        try:
-            paddings = (0,) if form == "packed" else alone.paddings
-            batches = [lay_out(form, policy, rows, device, group=group, left=width) for width in paddings]
-            runs = [_outputs(model, policy, batch) for batch in batches]
-            if form == "prefix" and not _keeps_cache(model, policy, batches[-1], runs[-1][1], checkpointing_kwargs):
-                return f"{name} loses the cache under gradient checkpointing"
-        except PackRefused as error:
-            return str(error)
-        except Exception as error:  # models fail in many ways on input that they do not expect
-            if is_out_of_memory(error):
-                raise
-            return f"{name} fails on {_BATCHES[form]} ({_first_line(error)})"
-        roundings = alone.roundings()
-    if not torch.isfinite(truth_logps).all():
-        fault = f"log-probabilities of {name} are not finite, so there is nothing to compare"
-        return None if form == "padded" else fault
+    if alone.fault is not None:
+        return None if form == "padded" else alone.fault
+    model, policy, name = alone.model, alone.policy, alone.name
+    try:
+        paddings = (0,) if form == "packed" else alone.paddings
+        batches = [lay_out(form, policy, alone.rows, alone.device, group=group, left=width) for width in paddings]
+        runs = [_outputs(model, policy, batch) for batch in batches]
+        if form == "prefix" and not _keeps_cache(model, policy, batches[-1], runs[-1][1], checkpointing_kwargs):
+            return f"{name} loses the cache under gradient checkpointing"
+    except PackRefused as error:
+        return str(error)
+    except Exception as error:  # models fail in many ways on input that they do not expect
+        if is_out_of_memory(error):
+            raise
+        return f"{name} fails on {_BATCHES[form]} ({_first_line(error)})"
+    (truth, truth_logps), roundings = alone.outputs, alone.roundings(draws)
     for outputs, logps in runs:
         for place in [place for place in truth if place in outputs]:
             ratio = _in_roundings(outputs[place], truth[place], roundings[place])
@@ -142,23 +155,6 @@ def why_form_fails(
                     "model does something between tokens that this form does not reproduce"
                 )
     return None
-
-
-def why_padding_fails(alone: RowsAlone) -> str | None:
-    """The reason why padding changes what a model computes; None where it does not, or where nothing is known."""
-    return why_form_fails("padded", alone.model, alone.rows, alone.device, alone=alone)
-
-
-def why_equal_lengths_fail(alone: RowsAlone) -> str | None:
-    """The reason why rows change one another in a batch that has no padding."""
-    if alone.rows.images is not None:
-        return "images of one batch may be padded to the largest"
-    one = alone.rows.part([0])
-    ids_N = torch.cat([one.ids_N, one.ids_N.flip(0)])
-    pair = TokenRows(ids_N, [*one.prompts_B] * 2, [*one.completions_B] * 2, [False])
-    pair_alone = RowsAlone(alone.model, pair, alone.device, paddings=(0,))
-    pair_alone.draws = alone.draws
-    return why_padding_fails(pair_alone)
 
 
 def _first_line(error: Exception) -> str:

@@ -19,34 +19,33 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
     parents = (model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_buffers())
     if all(type(module).__module__.split(".")[0] == "transformers" for module in parents):  # frequencies, caches
         return []
-    modes = [(module, module.training) for module in model.modules()]
-    before = dict(model.named_buffers())
+    modes, before = [(module, module.training) for module in model.modules()], dict(model.named_buffers())
+    parameters = [p for p in model.parameters() if p.requires_grad and with_gradients]
 
     def use(buffers: Mapping[str, torch.Tensor]) -> None:
         for name, buffer in buffers.items():
             path, _, key = name.rpartition(".")
             model.get_submodule(path)._buffers[key] = buffer
 
-    def results(buffers: Mapping[str, torch.Tensor], gradients: bool = with_gradients) -> list[torch.Tensor]:
+    def results(buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         use({name: buffer.clone() for name, buffer in buffers.items()})
         model.eval()
         evaluated = log_probs()
         model.train()
-        with torch.set_grad_enabled(with_gradients):
-            trained, sizes = log_probs(), [0.0]
-            if gradients:
-                parameters = [p for p in model.parameters() if p.requires_grad]
-                parts = torch.autograd.grad(trained.sum(), parameters, allow_unused=True)
-                sizes += [0.0 if part is None else float(part.norm()) for part in parts]
-        return [evaluated, trained.detach(), torch.tensor(sizes)]
+        with torch.set_grad_enabled(bool(parameters)):
+            trained = log_probs()
+            parts = torch.autograd.grad(trained.sum(), parameters, allow_unused=True) if parameters else ()
+        sizes = [float(part.norm()) for part in parts if part is not None]
+        return [evaluated, trained.detach(), torch.tensor([0.0, *sizes])]
 
     try:
-        results(before, gradients=False)
+        use({name: buffer.clone() for name, buffer in before.items()})
+        model.train()
+        log_probs()
         after = dict(model.named_buffers())
         moved = [name for name in before if not torch.equal(before[name], after[name])]
-        if moved and any(map(_differ, results(before), results(before), results(after))):
-            return moved
-        return []
+        differ = moved and any(map(_differ, results(before), results(before), results(after)))
+        return moved if differ else []
     finally:
         use(before)
         for module, training in modes:

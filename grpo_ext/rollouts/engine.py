@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-from ..batching.sizes import ChunkSizes, RowBatching
+from ..batching.sizes import ChunkSizes
 from ..compat import CACHE
 from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
@@ -78,7 +78,7 @@ class TransformersEngine:
     settings: EngineSettings
     images_of: Callable[[Sequence[Transcript]], RowImages | None]  # None for a model that takes no images
     memory: Halving  # the number of completions that fit into one `generate`
-    _batching: RowBatching | None = None  # see `_settle`
+    _mixes: bool | None = None  # see `_mixes_rows`
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
@@ -93,8 +93,10 @@ class TransformersEngine:
             assigned(policy.generation_config, **without_strings),
             self.generating() as model,
         ):
-            if sizes.batching == "equal_lengths":
-                sizes = replace(sizes, batching=self._settle(model, config))
+            if sizes.batching != "any":  # a state outside of the cache is not reordered by compact decoding
+                self.settings = replace(self.settings, multiple=None, compact=False)
+            if sizes.batching == "equal_lengths" and self._mixes_rows(model, config):
+                sizes = replace(sizes, batching="single")
             indices = cut_calls(transcripts, sizes)
             chunks = [[transcripts[index] for index in chunk] for chunk in indices]
             calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
@@ -108,25 +110,18 @@ class TransformersEngine:
                     sampled |= zip(indices[number], (row for piece in pieces for row in piece), strict=True)
         return [sampled[index] for index in range(len(transcripts))]
 
-    def _settle(self, model: Any, config: GenerationConfig) -> RowBatching:
-        """The rows of a call for a model that padding changes, compared once with rows sampled alone.
-
-        RecurrentGemma has states outside of its cache, which compact decoding does not reorder; a step of RWKV's
-        decoding mixes rows. Their forwards do not.
-        """
-        if self._batching is None:
+    def _mixes_rows(self, model: Any, config: GenerationConfig) -> bool:
+        """Whether prompts of one length change one another, compared once: a step of RWKV's decoding mixes rows."""
+        if self._mixes is None:
             policy, config = base_model_of(model), copy.deepcopy(config)
             ids = probe_rows(policy, self.settings.tokenizer)[0].ids_N.tolist()
             rows = [Transcript({}, key, prompt_ids=ids[key // 2 :][:4]) for key in range(4)]
             config.max_new_tokens = 8
             sample = functools.partial(self._sample, model, rows, config)
             most = _MIXED * rounding_unit(policy, self.settings.device)
-            self.settings = replace(self.settings, multiple=None)
-            alone = [row for place in range(4) for row in sample([place])]
-            if not _agree(sample(range(4)), alone, most):
-                self.settings = replace(self.settings, compact=False)
-            self._batching = "equal_lengths" if _agree(sample(range(4)), alone, most) else "single"
-        return self._batching
+            pairs = zip(sample(range(4)), (sample([place])[0] for place in range(4)), strict=True)
+            self._mixes = not all(_agree(one, other, most) for one, other in pairs)
+        return self._mixes
 
     def _is_compact(self, model: Any, config: GenerationConfig) -> bool:
         whole = self.settings.sharded or not self.settings.compact
@@ -160,11 +155,10 @@ class TransformersEngine:
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), module, settings.fp16)}.") from None
 
 
-def _agree(rows: Sequence[Sampled], others: Sequence[Sampled], most: float) -> bool:
-    if [row.ids for row in rows] != [row.ids for row in others]:
-        return False
-    records = [(row.record, other.record) for row, other in zip(rows, others, strict=True)]
-    return all(a is None or b is None or bool((a.logps_T - b.logps_T).abs().max() <= most) for a, b in records)
+def _agree(one: Sampled, other: Sampled, most: float) -> bool:
+    if one.ids != other.ids or one.record is None or other.record is None:
+        return one.ids == other.ids
+    return bool((one.record.logps_T - other.record.logps_T).abs().max() <= most)
 
 
 def sample_chunk(

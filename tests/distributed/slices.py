@@ -140,9 +140,9 @@ def controls(group: SequenceGroup) -> dict[str, list[float]]:
 def why_refused(group: SequenceGroup) -> list[str | None]:
     """Of the comparison with padding: a model, and the same with the wrong tokens on a member."""
     policy, rows = scoring("qwen2", initializer_range=0.3), rows_of(*SHAPES["groups"])
-    found = [form_check.why_form_fails(PACKED, policy, rows, group=group)]
+    found = [form_check.why_form_fails(PACKED, form_check.RowsAlone(policy, rows), group=group)]
     with shifted():
-        found.append(form_check.why_form_fails(PACKED, policy, rows, group=group))
+        found.append(form_check.why_form_fails(PACKED, form_check.RowsAlone(policy, rows), group=group))
     return found
 
 

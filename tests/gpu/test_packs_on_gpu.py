@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from grpo_ext.forward import attention, shared_prefix
-from grpo_ext.forward.form_check import why_form_fails
+from grpo_ext.forward.form_check import RowsAlone, why_form_fails
 from grpo_ext.forward.forms import run_rows
 from grpo_ext.forward.lm_head import install
 from grpo_ext.runtime.transfer import to_device
@@ -89,7 +89,7 @@ def test_shared_prefixes_differ_from_padded_batches_by_rounding(record_property,
     except (ImportError, ValueError, OSError, RuntimeError) as error:  # whatever of its packages is missing
         pytest.skip(str(error).splitlines()[0])
     exact, batch = model_on("sdpa", False, torch.float32), rows_of(*LONG)
-    assert why_form_fails("prefix", model, batch, DEVICE) is None
+    assert why_form_fails("prefix", RowsAlone(model, batch, DEVICE)) is None
     right = gradient("padded", exact, batch)
     noise = (gradient("padded", model, batch).float() - right).norm() / right.norm()
     prefix = (gradient("prefix", model, batch).float() - right).norm() / right.norm()
@@ -113,7 +113,7 @@ def test_a_pack_gives_the_scores_and_gradients_of_the_padded_batch(monkeypatch, 
 
 def test_the_check_passes_in_bfloat16():
     model = model_on("sdpa", False, torch.bfloat16)
-    assert why_form_fails("packed", model, rows_of(*LONG), DEVICE) is None
+    assert why_form_fails("packed", RowsAlone(model, rows_of(*LONG), DEVICE)) is None
 
 
 def test_a_run_learns_the_same_for_two_micro_batch_sizes(tmp_path):

@@ -103,9 +103,10 @@ def test_the_plan_says_which_form_runs_and_why_and_a_refused_one_is_warned_of(tm
 def test_forms_are_compared_once_before_training_or_an_evaluation(tmp_path, monkeypatch, lag):
     compared, why_form_fails = [], choice.why_form_fails
 
-    def watched(form: Any, model: Any, *args: Any) -> str | None:
-        compared.append(model)
-        return why_form_fails(form, model, *args)
+    def watched(form: Any, alone: Any, *args: Any) -> str | None:
+        if form != "padded":
+            compared.append(alone.model)
+        return why_form_fails(form, alone, *args)
 
     monkeypatch.setattr(choice, "why_form_fails", watched)
     settings = {"beta": 0.1, "max_steps": 2, "rollout_lag": lag, "eval_dataset": prompts(4)}

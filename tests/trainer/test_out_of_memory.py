@@ -128,6 +128,7 @@ def test_one_completion_that_does_not_fit_says_what_was_tried(tmp_path):
 def short_once(trainer: GRPOTrainer) -> list[str]:
     """Let memory run out once while sampling and once while computing log-probabilities; what has failed so far."""
     failed: list[str] = []
+    trainer._forwards.choose_forms(trainer._view.models)  # no comparison runs again in smaller batches
 
     def forward(module: Any, args: Any, kwargs: Any) -> None:
         work = "generation" if kwargs.get("use_cache") else "computing log-probabilities"
@@ -139,7 +140,7 @@ def short_once(trainer: GRPOTrainer) -> list[str]:
     return failed
 
 
-SCORING = {"num_iterations": 2, "beta": 0.1, "forward": "padded"}  # packs are compared with padding first
+SCORING = {"num_iterations": 2, "beta": 0.1, "forward": "padded"}
 
 
 def test_scoring_and_generation_halve_too(tmp_path):
@@ -148,6 +149,23 @@ def test_scoring_and_generation_halve_too(tmp_path):
     failed = short_once(trainer)
     assert error(expected, change(trainer)) <= UPDATE
     assert failed == ["generation", "computing log-probabilities"]
+
+
+@pytest.mark.parametrize(
+    ("forward", "remedy"), [("auto", "set forward='padded'"), ("padded", "use a device with more memory")]
+)
+def test_a_comparison_that_does_not_fit_ends_the_run(tmp_path, forward, remedy):
+    """Padding is not taken for right where nothing could be compared."""
+    trainer = make(tmp_path, forward=forward, max_steps=1)
+
+    def forwards(module: Any, args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    trainer._forwards._check_buffers = lambda model: None
+    trainer.model.model.register_forward_pre_hook(forwards)
+    with pytest.raises(MemoryShortageError, match=f"comparing two forms of the forward .*{remedy}"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 @pytest.mark.parametrize(

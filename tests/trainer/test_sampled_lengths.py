@@ -1,11 +1,13 @@
 """Models that padding changes sample as if each prompt were alone, whatever one `generate` call holds."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from grpo_ext.batching.sizes import BatchGeometry
+from grpo_ext.rollouts import engine
 from grpo_ext.rollouts.engine import TransformersEngine
 from tests.support.selection import few_of
 from tests.support.shrunk import shrunk
@@ -13,6 +15,7 @@ from tests.support.tiny import tiny_model
 from tests.support.trainers import make, ran, watched
 from tests.tolerances import DIFFERENT, UPDATE
 
+COMPACT = {"compact": True}
 CALLS: list[dict[str, Any]] = [{}, {"rollout_chunk_size": 4}, {"pad_to_multiple_of": 16}]
 
 
@@ -60,5 +63,7 @@ def test_prompts_that_are_padded_are_sampled_from_other_distributions(tmp_path, 
 @pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma"])
 def test_prompts_of_one_length_are_not_always_sampled_as_if_each_were_alone(tmp_path, monkeypatch, kind):
     # a step of RWKV's decoding mixes rows; RecurrentGemma's states are not in the cache that compact decoding reorders
-    monkeypatch.setattr(TransformersEngine, "_settle", lambda self, model, config: "equal_lengths")
+    monkeypatch.setattr(TransformersEngine, "_mixes_rows", lambda self, model, config: False)
+    if kind == "recurrent_gemma":
+        monkeypatch.setattr(engine, "replace", lambda settings, **changes: replace(settings, **changes | COMPACT))
     assert sampled(tmp_path, kind)[1] > DIFFERENT

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from grpo_ext.errors import MemoryShortageError
 from grpo_ext.forward import attention, forms
 from grpo_ext.forward.choice import ForwardChoice
-from grpo_ext.forward.form_check import probe_rows, why_form_fails
+from grpo_ext.forward.form_check import RowsAlone, probe_rows, why_form_fails
 from tests.support.packs import rows_of, scoring
 from tests.support.tiny import tiny_tokenizer
 from tests.support.trainers import LORA
@@ -41,7 +41,7 @@ def why_no_packs(model: Any, precision: str, batch: Any = None) -> str | None:
     """Why packs are refused, on a batch or on the rows that a run compares."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
         batches = probe_rows(model, tiny_tokenizer()) if batch is None else [batch]
-        return next(filter(None, (why_form_fails("packed", model, rows) for rows in batches)), None)
+        return next(filter(None, (why_form_fails("packed", RowsAlone(model, rows)) for rows in batches)), None)
 
 
 @pytest.mark.parametrize("start", range(12))

@@ -9,7 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_ext.compat import CACHE
 from grpo_ext.forward import forms, prefix_cache
-from grpo_ext.forward.form_check import probe_rows, why_form_fails
+from grpo_ext.forward.form_check import RowsAlone, probe_rows, why_form_fails
 from grpo_ext.forward.forms import run_rows, why_no_prefix, why_not_packed
 from tests.support import packs
 from tests.support.architectures import HYBRID, PREFIXED
@@ -82,7 +82,7 @@ def refusal(model: Any, checkpointing: Any = None) -> str | None:
     if (reason := why_no_prefix(model, reentrant=bool(checkpointing and checkpointing["use_reentrant"]))) is not None:
         return reason
     with torch.no_grad():
-        return why_form_fails("prefix", model, rows_of(*SHAPES["long"]), torch.device("cpu"), checkpointing)
+        return why_form_fails("prefix", RowsAlone(model, rows_of(*SHAPES["long"])), checkpointing)
 
 
 @pytest.mark.parametrize("precision", few_of([torch.float32, torch.bfloat16], [torch.bfloat16]))
@@ -121,7 +121,8 @@ def test_a_planted_fault_is_found(monkeypatch, kind, fault):
         return continuation
 
     def refused() -> list[bool]:
-        return [why_form_fails("prefix", model, rows) is not None for rows in (batch, *probe_rows(model, tokenizer))]
+        batches = (RowsAlone(model, rows) for rows in (batch, *probe_rows(model, tokenizer)))
+        return [why_form_fails("prefix", alone) is not None for alone in batches]
 
     assert refused() == [False, False]
     monkeypatch.setattr(forms, "Continuation", spoilt)
