@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from . import compat
-from .algorithms.losses import adapted_entropy_coefficient
 from .batching.prompt_order import StepRows, make_eval_loader
 from .batching.sizes import BatchGeometry
 from .checks.model import refuse_frozen
@@ -49,7 +48,7 @@ from .runtime.messages import show_messages
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
-from .step.settings import loss_config_of, step_settings_of
+from .step.settings import loss_config_of, next_entropy_coefficient, step_settings_of
 from .step.statistics import log_values
 from .view import TrainerView
 
@@ -280,12 +279,11 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _log_step(self, values: dict[str, float]) -> float:
         """Log the values of a step, and move TRL's entropy controller; returns the loss."""
-        loss, entropy, args = values.pop("loss", math.nan), values.pop("bonus_entropy", math.nan), self.args
+        loss, entropy = values.pop("loss", math.nan), values.pop("bonus_entropy", math.nan)
         if self._entropy_bonus_enabled and self.model.training:
             if self.use_adaptive_entropy:
                 self._last_world_entropy = 0.0 if math.isnan(entropy) else entropy
-                bounds = (args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max)
-                self.entropy_coef = adapted_entropy_coefficient(self.entropy_coef, self._last_world_entropy, *bounds)
+                self.entropy_coef = next_entropy_coefficient(self._view)
             values = {"entropy_coef": self.entropy_coef} | values
         # the loss too: transformers would log a float32 mean over processes
         for name, value in (values | {"loss": loss}).items():
@@ -445,9 +443,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            folder = Path(str(self.args.output_dir)).resolve()
-            saved = "" if self._keeper.writing_to is None else f"/{self._checkpoint_folder(None).name}"
-            complete_card(folder, self.hub_model_id or f"{folder.name}{saved}", self.model, self.processing_class)
+            complete_card(self._view, self._keeper.writing_to and self._checkpoint_folder(None).name)
 
     def _get_output_dir(self, trial: Any) -> str:
         """While a checkpoint is written, the folder in which it becomes complete."""

@@ -63,6 +63,7 @@ class TrainerView:
     state: TrainerState
     control: TrainerControl
     callback_handler: Any
+    hub_model_id: str | None
     add_callback: Callable[[Any], None]
     # Sampling
     num_generations: int

@@ -5,7 +5,6 @@ gradient, was not finite, before the optimizer acts on it; and before weights ar
 """
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PrecisionError
-from ..runtime.collectives import gather_lists, local_part, together
+from ..runtime.collectives import local_part, together
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -47,16 +46,15 @@ def refuse_bad_weights(model: torch.nn.Module, before: Sequence[str], step: int)
 
 
 @contextmanager
-def first_module(model: torch.nn.Module, backward: bool = False) -> Iterator[list[tuple[int, str]]]:
-    """Inside, the list gets number and name of the first module with finite inputs and another output; inner first.
+def first_module(model: torch.nn.Module, backward: bool = False) -> Iterator[list[str]]:
+    """Inside, the list gets the first module with finite inputs and another output; inner first.
 
     In a backward pass: of every module whose output has a gradient that is not finite, from the loss on.
     """
-    first: list[tuple[int, str]] = []
-    ran = itertools.count()
+    first: list[str] = []
 
     def look(module: torch.nn.Module, inputs: Any, output: Any, name: str) -> None:
-        place = next(ran), f"{name or 'the model'} ({type(module).__name__})"
+        place = f"{name or 'the model'} ({type(module).__name__})"
         if backward:
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -68,17 +66,6 @@ def first_module(model: torch.nn.Module, backward: bool = False) -> Iterator[lis
         for name, module in model.named_modules():
             hooks.callback(module.register_forward_hook(functools.partial(look, name=name)).remove)
         yield first
-
-
-@contextmanager
-def explaining(what: str, model: torch.nn.Module, fp16: bool, sharded: bool) -> Iterator[None]:
-    """Inside, forwards of a step whose loss is not finite run again; at the end a PrecisionError names the cause."""
-    weight = None if sharded else bad_weight(model)
-    with torch.no_grad(), first_module(model) as first:
-        yield
-    # a process may have it later from another one that shares its completions
-    _, module = min(gather_lists(first), default=(0, None))
-    raise PrecisionError(f"{what}: {explanation(weight, module, fp16)}.")
 
 
 def explanation(weight: str | None, module: str | None, fp16: bool) -> str:

@@ -151,7 +151,7 @@ class TransformersEngine:
                 raise
             with first_module(model) as first, contextlib.suppress(PrecisionError):
                 sample_chunk(model, *arguments)
-            module = first[0][1] if first else None
+            module = first[0] if first else None
             raise PrecisionError(f"{error}: {explanation(bad_weight(model), module, settings.fp16)}.") from None
 
 

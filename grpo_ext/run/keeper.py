@@ -241,8 +241,7 @@ class RunKeeper(TrainerCallback):
             if size is not None and size % self.geometry.num_generations == 0:
                 self.geometry = dataclasses.replace(self.geometry, rollout_chunk_size=size)
         check = functools.partial(check_same_run, checkpoint, identity, allowed=allowed)
-        changes = from_main_process(self.accelerator, lambda: check(self.fingerprint))
-        from_main_process(self.accelerator, lambda: self.optimizer.changes(checkpoint))  # of objects that there are
+        changes = from_main_process(self.accelerator, lambda: check(self.fingerprint | self.optimizer.identity()))
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:

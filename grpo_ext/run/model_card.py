@@ -5,12 +5,13 @@ TRL's card says "None" for a base model that is an object or a folder, and for t
 
 import re
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from accelerate.logging import get_logger
 from huggingface_hub import ModelCard
 from transformers import ProcessorMixin
+
+from ..view import TrainerView
 
 logger = get_logger(__name__)
 
@@ -26,8 +27,10 @@ def usage(place: str, base: str, adapter: bool, chat: bool, images: bool) -> str
     return template.render(place=place, base=base, adapter=adapter, chat=chat, images=images).strip()
 
 
-def complete_card(folder: Path, place: str, model: Any, processing_class: Any) -> None:
-    """Put the base model and the code of `usage` into the card of TRL in a folder; a fault is a warning."""
+def complete_card(view: TrainerView, checkpoint: str | None) -> None:
+    """Put the base model and the code of `usage` into the card of TRL, a checkpoint's or the run's; a fault is a warning."""
+    model, processing_class, folder = view.model, view.processing_class, Path(str(view.args.output_dir)).resolve()
+    place = str(view.hub_model_id or "/".join(filter(None, (folder.name, checkpoint))))
     base = base_name(getattr(getattr(model, "config", None), "_name_or_path", None))
     chat, adapter = getattr(processing_class, "chat_template", None) is not None, hasattr(model, "peft_config")
     try:

@@ -20,9 +20,10 @@ from .fingerprint import check_same_run, plain, saved_identity
 
 logger = get_logger(__name__)
 
-_RATES = {"lr", "initial_lr"}
 # entries of a group that a schedule moves, or that say how a step is computed, not what it is
-_NOT_COMPARED = _RATES | {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_NOT_COMPARED = {
+    *("lr", "initial_lr", "params", "param_names", "foreach", "fused", "capturable", "differentiable"),
+}
 
 
 def check_weights(optimizer: Any, model: torch.nn.Module) -> None:
@@ -76,7 +77,7 @@ class RunOptimizer:
             self._described = _described(optimizer, self.view.policy)
         return self._described | ({} if schedule is None else {"lr_scheduler": type(schedule).__qualname__})
 
-    def changes(self, checkpoint: str) -> dict[str, tuple[Any, Any]]:
+    def _changes(self, checkpoint: str) -> dict[str, tuple[Any, Any]]:
         """The allowed differences from the checkpoint's; a CheckpointError for any other."""
         saved, current = saved_identity(checkpoint), {"model": {}, "settings": {}, **self.identity()}
         if "optimizer.class" not in saved:
@@ -88,7 +89,7 @@ class RunOptimizer:
 
     def load(self, checkpoint: str, load: Callable[[str], None]) -> None:
         """Load the states in a checkpoint; a schedule of another class, where allowed, begins at its start."""
-        changes = from_main_process(self.view.accelerator, lambda: self.changes(checkpoint))
+        changes = from_main_process(self.view.accelerator, lambda: self._changes(checkpoint))
         if not changes:
             load(checkpoint)
             return
@@ -98,4 +99,4 @@ class RunOptimizer:
         with assigned(self.view.lr_scheduler, load_state_dict=lambda state: None):
             load(checkpoint)
         for group, start in zip(self.view.optimizer.param_groups, before, strict=True):
-            group.update({name: start[name] for name in start if name in _RATES or name not in group})
+            group.update(start)

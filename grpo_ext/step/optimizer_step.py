@@ -5,7 +5,6 @@ forward, and the number of micro-batches may differ between processes. `StepPlan
 and plans attempts with them; `training_step` runs them.
 """
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -13,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..errors import MemoryShortageError, PrecisionError
 from ..forward.runner import ForwardRunner
-from ..precision.non_finite import explaining, first_module
+from ..precision.non_finite import bad_weight, explanation, first_module
 from ..rollouts.batch import RolloutBatch
 from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
@@ -101,10 +101,12 @@ class Attempt:
     def end(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
         """Raise where the loss is not finite (`run` finds where that began); fill the record of a step run again."""
         if not math.isfinite(loss):
-            forwards, what = self.forwards, f"the loss of step {number} is {loss}"
-            policy = forwards.accelerator.unwrap_model(self.model)
-            with explaining(what, policy, forwards.args.fp16, forwards.sharded):
-                self.run_again(step, self.plan.micro_batches, run)
+            forwards, places = self.forwards, self._places(step, run)
+            weight = None if forwards.sharded else bad_weight(forwards.accelerator.unwrap_model(self.model))
+            module = places[min(places)] if places else None
+            raise PrecisionError(
+                f"the loss of step {number} is {loss}: {explanation(weight, module, forwards.args.fp16)}."
+            )
         if self.record is not None:
             self.record.take(self, step, run)
         self._ended = number, step, run
@@ -128,20 +130,7 @@ class Attempt:
         if norm is None or 0 <= norm < math.inf or self.forwards.accelerator.mixed_precision == "fp16":
             return
         number, step, run = self._ended
-        accelerator, (first, *_) = self.forwards.accelerator, self.plan.micro_batches
-        parts = [MicroBatch((row,)) for part in self.plan.micro_batches if part.weight for row in part.rows]
-        # where a forward or an override is a collective, every process runs as many
-        parts += [MicroBatch(first.rows[:1], 0.0)] * (max_over_processes(len(parts)) - len(parts))
-        causes: list[tuple[int, str]] = []
-
-        def backward(micro_batch: LossInputs) -> None:
-            with first_module(accelerator.unwrap_model(self.model), backward=True) as modules:
-                accelerator.backward(run(micro_batch))
-            causes.extend((micro_batch.part.rows[0], module) for _, module in modules[:1])
-
-        with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
-            self.run_again(step, parts, backward)
-        places = dict(gather_lists(causes))
+        places = self._places(step, run, backward=True)
         cause = "that of each completion by itself is finite, so their sum, or its norm, overflows"
         if places:
             rows, prompts = sorted(places), sorted({self.rollout.groups[row] for row in places})
@@ -151,6 +140,30 @@ class Attempt:
                 "loss. Look at the advantages and importance ratios there, and at a loss of your own"
             )
         raise PrecisionError(f"the norm of the gradient of step {number} is {norm}: {cause}.")
+
+    def _places(
+        self, step: StepContext, run: Callable[[LossInputs], torch.Tensor], backward: bool = False
+    ) -> dict[int, str]:
+        """Run the completions one by one again: the first module that is not finite, by completions that have one."""
+        accelerator, (first, *_) = self.forwards.accelerator, self.plan.micro_batches
+        parts = [MicroBatch((row,)) for part in self.plan.micro_batches if part.weight for row in part.rows]
+        # where a forward or an override is a collective, every process runs as many
+        parts += [MicroBatch(first.rows[:1], 0.0)] * (max_over_processes(len(parts)) - len(parts))
+        found: list[tuple[int, str]] = []
+
+        def look(micro_batch: LossInputs) -> None:
+            with (
+                torch.set_grad_enabled(backward),
+                first_module(accelerator.unwrap_model(self.model), backward) as names,
+            ):
+                loss = run(micro_batch)
+                if backward:
+                    accelerator.backward(loss)
+            found.extend((micro_batch.part.rows[0], name) for name in names[:1])
+
+        with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
+            self.run_again(step, parts, look)
+        return dict(gather_lists(found))
 
 
 @dataclass
@@ -177,7 +190,9 @@ class StepPlanner:
             kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
             gradients = kind(accelerator.unwrap_model(model), accelerator)
         for number in itertools.count():
-            logged = copy.deepcopy(self.metrics)
+            logged = {
+                mode: {name: len(values) for name, values in lists.items()} for mode, lists in self.metrics.items()
+            }
             self.latest = attempt = Attempt(
                 model=model,
                 rollout=rollout,
@@ -192,9 +207,11 @@ class StepPlanner:
             yield attempt
             if attempt.shortage is None:
                 return
-            for mode, metrics in self.metrics.items():  # an override logs again
-                metrics.clear()
-                metrics.update(logged[mode])
+            for mode, lists in self.metrics.items():  # an override logs again
+                for name in [*lists]:
+                    del lists[name][logged[mode].get(name, 0) :]
+                    if name not in logged[mode]:
+                        del lists[name]
             clear_device_cache(garbage_collection=True)
             self._shrink(attempt, number)
 

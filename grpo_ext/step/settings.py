@@ -5,7 +5,7 @@ A callback, or a subclass after `super().__init__()`, may change a setting once 
 
 from dataclasses import dataclass
 
-from ..algorithms.losses import LossConfig
+from ..algorithms.losses import LossConfig, adapted_entropy_coefficient
 from ..algorithms.policy_losses import adds_at_zero_advantage
 from ..forward.architecture import experts_per_token, has_own_hooks
 from ..view import TrainerView
@@ -49,6 +49,12 @@ def step_settings_of(view: TrainerView) -> StepSettings:
         equal_counts=in_trl_form or has_own_hooks(view.model),
         training=training,
     )
+
+
+def next_entropy_coefficient(view: TrainerView) -> float:
+    args = view.args
+    bounds = args.entropy_target, args.entropy_coef_delta, args.entropy_coef_min, args.entropy_coef_max
+    return adapted_entropy_coefficient(view.entropy_coef, view.last_entropy, *bounds)
 
 
 def loss_config_of(view: TrainerView) -> LossConfig:

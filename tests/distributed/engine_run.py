@@ -74,17 +74,37 @@ def save(folder: Path, number: int, trainer: Any, share: float, saves_shards: bo
         (folder / f"{number}.json").write_text(json.dumps(about, default=float))
 
 
+def train(trainer: Any, run: dict[str, Any]) -> str | None:
+    """Train as the job says; the error of a run that is spoiled on the last process."""
+    from grpo_ext.errors import PrecisionError
+    from grpo_ext.step import gradients
+    from tests.support.trainers import Overflow
+
+    fp16 = run["config"].get("fp16")
+    if fp16:
+        trainer.accelerator.scaler.value, trainer.accelerator.scaler.patience = 1024.0, 1
+    if (fp16 or run["spoiled"]) and trainer.args.process_index == trainer.args.world_size - 1:
+        trainer.add_callback(Overflow(1))
+    # the control: gradients that wait for the last micro-batch
+    kinds = SimpleNamespace(FSDP=None, DEEPSPEED=DistributedType.DEEPSPEED)
+    with mock.patch.object(gradients, "DistributedType", kinds) if run["whole"] else nullcontext():
+        try:
+            trainer.rerun(3) if run["again"] else trainer.train(resume_from_checkpoint=run["resume"])
+        except PrecisionError as caught:
+            if not run["spoiled"]:
+                raise
+            return str(caught)
+    return None
+
+
 def main(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     from grpo_ext import GRPOConfig, GRPOTrainer
-    from grpo_ext.errors import PrecisionError
-    from grpo_ext.step import gradients
     from tests.support import tool_runs
     from tests.support.cases import LORA
     from tests.support.images import FAMILIES, image_processor, image_rows, picture_reward
     from tests.support.tiny import letter_reward, prompts, tiny_tokenizer
-    from tests.support.trainers import Overflow
 
     job = json.loads((folder / "job.json").read_text())
     for number, run in enumerate(job["runs"]):
@@ -108,23 +128,8 @@ def main(folder: Path) -> None:
             parts = tool_runs.parts("company")
         peft = LoraConfig(**LORA, init_lora_weights=run["start"]) if run["lora"] else None
         trainer = GRPOTrainer(model=model, args=args, peft_config=peft, **parts)
-        if run["config"].get("fp16"):
-            trainer.accelerator.scaler.value, trainer.accelerator.scaler.patience = 1024.0, 1
-            if args.process_index == args.world_size - 1:
-                trainer.add_callback(Overflow(1))
-        elif run["spoiled"] and args.process_index == args.world_size - 1:
-            trainer.add_callback(Overflow(1))
         trainer.add_callback(held := Gradients())
-        # the control: gradients that wait for the last micro-batch
-        kinds = SimpleNamespace(FSDP=None, DEEPSPEED=DistributedType.DEEPSPEED)
-        error = None
-        with mock.patch.object(gradients, "DistributedType", kinds) if run["whole"] else nullcontext():
-            try:
-                trainer.rerun(3) if run["again"] else trainer.train(resume_from_checkpoint=run["resume"])
-            except PrecisionError as caught:
-                if not run["spoiled"]:
-                    raise
-                error = str(caught)
+        error = train(trainer, run)
         save(folder, number, trainer, held.share, bool(run["env"]), error)
         trainer.accelerator.wait_for_everyone()
 
