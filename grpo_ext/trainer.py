@@ -220,8 +220,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Like transformers' method, and checked; the trail of the run has the norm of every step."""
         norm = super()._get_grad_norm(model, grad_norm)
-        number = self._keeper.note_norm(norm, self._get_learning_rate())
-        self._step_planner.latest.check_gradient(number)
+        self._step_planner.check_gradient(self._keeper.note_norm(norm, self._get_learning_rate()))
         return norm
 
     def prediction_step(
@@ -416,7 +415,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Like transformers' method, with the weights that it leaves out."""
         with dtypes_kept(self.model), assigned(self, _loads_from=resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -428,7 +426,6 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Load the weights that transformers' method only warns of: the files have them under other names."""
         load_renamed(self.model, self._loads_from, load_result.missing_keys)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

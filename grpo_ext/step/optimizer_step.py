@@ -176,7 +176,7 @@ class StepPlanner:
     metrics: dict[str, MutableMapping[str, list[float]]]  # that TRL logs, of training and of evaluations
     eval_limits: MicroBatchLimits = field(init=False)
     record: StepRecord | None = field(default=None, init=False)  # of the step that is run again
-    latest: Attempt = field(init=False)
+    latest: Attempt | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
@@ -214,6 +214,11 @@ class StepPlanner:
                         del lists[name]
             clear_device_cache(garbage_collection=True)
             self._shrink(attempt, number)
+
+    def check_gradient(self, norm: float | None) -> None:
+        """Check the norm of the gradient of the step that ran last; a user's own `training_step` may run none."""
+        if self.latest is not None:
+            self.latest.check_gradient(norm)
 
     def _planned(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> StepPlan:
         forwards = self.forwards
