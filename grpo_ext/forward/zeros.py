@@ -27,10 +27,12 @@ def zeros_filled(model: Any) -> Iterator[None]:
         for values, _ in before:
             noise = torch.randn(values.shape, generator=generator) * _SIZE / math.sqrt(math.prod(values.shape[1:]))
             values.add_(noise.to(values))
+        torch.clear_autocast_cache()  # that of a user's autocast around the run holds casts of weights
         yield
     finally:
         for values, original in before:
             values.copy_(original)
+        torch.clear_autocast_cache()
         _reshard(model)
 
 
