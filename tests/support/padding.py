@@ -17,7 +17,7 @@ class CausalMean(torch.nn.Module):
         self.inner = inner
 
     def forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
-        count_L1 = torch.arange(1, hidden_BLH.size(1) + 1)[:, None]
+        count_L1 = torch.arange(1, hidden_BLH.size(1) + 1, device=hidden_BLH.device)[:, None]
         return self.inner(hidden_BLH) + hidden_BLH.cumsum(1) / count_L1
 
 
