@@ -129,13 +129,7 @@ class Transcript:
 
     def prompt_alone(self) -> Transcript:
         """A copy without tokens of the completion, and so without images of tools."""
-        return replace(self, ids=[], mask=[], images=self.images[: self.prompt_images])
-
-    @property
-    def context_ids(self) -> list[int]:
-        """The tokens that the model did not sample."""
-        answers = (token for token, sampled in zip(self.ids, self.mask, strict=True) if not sampled)
-        return [*self.prompt_ids, *answers]
+        return replace(self, ids=[], images=self.images[: self.prompt_images])
 
     @property
     def experts(self) -> torch.Tensor | None:
