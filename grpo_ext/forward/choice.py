@@ -169,24 +169,22 @@ class ForwardChoice:
 
     def _why_refused(self, form: Form, batches: Sequence[RowsAlone], problem: str | None = None) -> str | None:
         """The first reason of any process against a form: a `problem` with the rows, or what a comparison finds."""
-        reason: str | None = None
+        reason = problem
         for draws in DRAWS:
             with together("the comparison of two forms", self.sharded):
-                reason = problem or self._first(form, batches, draws)
+                try:
+                    reasons = (why_form_fails(form, a, self.checkpointing_kwargs, self.group, draws) for a in batches)
+                    reason = problem or next(filter(None, reasons), None)
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    remedy = "use a device with more memory, or FSDP2"
+                    if self.group is None and form != "padded":
+                        remedy = "set forward='padded', which is compared on short rows alone"
+                    first_line = str(error).splitlines()[0]
+                    raise MemoryShortageError(
+                        f"comparing two forms of the forward ran out of memory ({first_line}); {remedy}."
+                    ) from None
             if (reason := next(filter(None, gather_lists([reason])), None)) is None:
                 break
         return reason
-
-    def _first(self, form: Form, batches: Sequence[RowsAlone], draws: int) -> str | None:
-        try:
-            options = self.checkpointing_kwargs, self.group, draws
-            return next(filter(None, (why_form_fails(form, alone, *options) for alone in batches)), None)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            remedy = "use a device with more memory, or FSDP2"
-            if self.group is None and form != "padded":
-                remedy = "set forward='padded', which is compared on short rows alone"
-            raise MemoryShortageError(
-                f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); {remedy}."
-            ) from None

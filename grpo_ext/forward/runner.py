@@ -21,7 +21,7 @@ from ..batching.micro_batches import Form, RowBatching, StepSizes, canonical_uni
 from ..batching.sizes import group_numbers
 from ..compat import checkpointing_layers, checkpoints_layers, images_among
 from ..config import GRPOConfig, forms_of
-from ..errors import ConfigError, SplitDependentError
+from ..errors import ConfigError, refuse_split_dependence
 from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes, shards_parameters, together
@@ -118,16 +118,13 @@ class ForwardRunner:
         with self.without_gradients(model), torch.random.fork_rng([]), meeting:
             rows = self.make_rows(policy, processor=None)[0]  # text alone, also where the model takes images
             moved = moving_buffers(policy, lambda: self._forward(model, rows).logps_S, not self.sharded)
-        if not (names := sorted({*gather_lists(moved)})):
-            return
-        reason = (
-            f"a training forward moves the buffer {', '.join(names[:3])}, which later forwards read; train without the "
-            "module, or let it keep its buffers while it trains (its eval() does so for spectral_norm)"
-        )
-        if not self.args.allow_split_dependent:
-            remedy = "To train anyway, set allow_split_dependent=True."
-            raise SplitDependentError(f"the update would depend on the batch split: {reason}. {remedy}")
-        logger.warning(f"The promise that the split does not matter does not cover this run: {reason}.")
+        if names := sorted({*gather_lists(moved)}):
+            reason = (
+                f"a training forward moves the buffer {', '.join(names[:3])}, which later forwards read; train without "
+                "the module, or let it keep its buffers while it trains (its eval() does so for spectral_norm)"
+            )
+            refuse_split_dependence([reason], self.args.allow_split_dependent)
+            logger.warning(f"The promise that the split does not matter does not cover this run: {reason}.")
 
     def refuse_other_than_packs(self, model: Any, form: Form) -> None:
         refuse_other_forms(self.args.sequence_parallel_size, form, self.choice.described(model))

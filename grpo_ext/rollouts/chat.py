@@ -61,18 +61,19 @@ class Chat:
         self._refuse_placeholders(f"the prompt {reprlib.repr(prompt)}", prompt)
 
     def _refuse_placeholders(self, what: str, shown: Any) -> None:
-        if written := [token for token in self.placeholders if token in str(shown)]:
-            raise DataError(
-                f"{what} has the text {written[0]!r}, which stands for an image, a video or a sound of the model, and "
-                "would be counted as one; take it out (a chat template puts images where their messages have them)."
-            )
+        for token in self.placeholders:
+            if token in str(shown):
+                raise DataError(
+                    f"{what} has the text {token!r}, which stands for an image, a video or a sound of the model, and "
+                    "would be counted as one; take it out (a chat template puts images where their messages have them)."
+                )
 
     def of_row(self, row: Mapping[str, Any]) -> "Chat":
-        """This chat with the row's own `chat_template_kwargs`, if any, as TRL's SFT and DPO read them."""
+        """This chat with the `chat_template_kwargs` of a row, if any, as TRL's SFT and DPO read them."""
         kwargs = row.get(ROW_KWARGS)
         if not isinstance(kwargs, Mapping | None):
             raise DataError(f"{ROW_KWARGS}={reprlib.repr(kwargs)} in a row of the data; make it a dictionary, or None.")
-        # a data set gives every row the names of all
+        # every row of a data set has the names of all rows, with None where it sets nothing
         named = {name: value for name, value in (kwargs or {}).items() if value is not None}
         return replace(self, chat_template_kwargs={**self.chat_template_kwargs, **named}) if named else self
 
@@ -99,15 +100,11 @@ class Chat:
             return prepare_multimodal_messages(prompt, images=images)
         return prompt
 
-    def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
-        ids: list[list[int]] = []
-        for prompt, name in zip(prompts, environment_names, strict=True):
-            self.check(prompt)
-            if isinstance(prompt, str):
-                ids += self.processing_class(text=[prompt])["input_ids"]
-            else:
-                ids.append(self._render(self._as_shown(prompt), self.tools_of(name)))
-        return ids
+    def tokenize(self, prompt: Any, environment_name: str | None = None) -> list[int]:
+        self.check(prompt)
+        if isinstance(prompt, str):
+            return list(self.processing_class(text=[prompt])["input_ids"][0])
+        return self._render(self._as_shown(prompt), self.tools_of(environment_name))
 
     def _as_shown(self, messages: Messages) -> Messages:
         return prepare_multimodal_messages(messages) if self.takes_images else messages

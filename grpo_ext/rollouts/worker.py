@@ -103,7 +103,7 @@ class RolloutWorker:
         if (tokenize := sampling.hooks.tokenize) is not None:
             ids = tokenize(prompts, [transcript.environment_name for transcript in different])
         else:
-            ids = [sampling.chat.of_row(t.row).tokenize([t.prompt], [t.environment_name])[0] for t in different]
+            ids = [sampling.chat.of_row(t.row).tokenize(t.prompt, t.environment_name) for t in different]
         if len(ids) != len(prompts):
             raise RolloutError(f"_tokenize_prompts returned ids of {len(ids)} prompts, not of all {len(prompts)}.")
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
