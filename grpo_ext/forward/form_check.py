@@ -33,7 +33,7 @@ from .rows import TokenRows
 LIMIT = 4.0  # times the rounding; healthy models reach 0.4 on the rows made here, a planted fault 22 and more
 _CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt", "padded": "a padded batch"}
-# perturbed runs that the rounding is estimated from; more before a refusal, for some routers rarely change an expert
+# perturbed runs that the rounding is estimated from; more before a refusal, as some routers rarely change an expert
 DRAWS = (2, 8)
 PADDINGS = (1, 7, 64)  # columns before all prompts, in batches of short rows
 

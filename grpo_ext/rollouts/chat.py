@@ -22,17 +22,6 @@ ROW_KWARGS = "chat_template_kwargs"  # a column of the data
 _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
 
 
-def check_prompt(prompt: Any) -> None:
-    for message in () if isinstance(prompt, str) else prompt if isinstance(prompt, list) else [prompt]:
-        has_content = isinstance(message, Mapping) and any(message.get(name) is not None for name in _CONTENTS)
-        if not isinstance(prompt, list) or not has_content or message.get("role") is None:
-            raise DataError(
-                f"the prompt {reprlib.repr(prompt)} is neither a text nor a list of messages that each have a 'role' "
-                f"and a 'content' ({reprlib.repr(message)}); with dataset.map decode token ids, put a single message "
-                "into a list, rename 'from' and 'value', and fill contents."
-            )
-
-
 @dataclass(frozen=True)
 class Chat:
     processing_class: Any  # the tokenizer, or the processor of a model that takes images
@@ -57,7 +46,14 @@ class Chat:
         return isinstance(self.processing_class, ProcessorMixin)
 
     def check(self, prompt: Any) -> None:
-        check_prompt(prompt)
+        for message in () if isinstance(prompt, str) else prompt if isinstance(prompt, list) else [prompt]:
+            has_content = isinstance(message, Mapping) and any(message.get(name) is not None for name in _CONTENTS)
+            if not isinstance(prompt, list) or not has_content or message.get("role") is None:
+                raise DataError(
+                    f"the prompt {reprlib.repr(prompt)} is neither a text nor a list of messages that each have a "
+                    f"'role' and a 'content' ({reprlib.repr(message)}); with dataset.map decode token ids, put a "
+                    "single message into a list, rename 'from' and 'value', and fill contents."
+                )
         self._refuse_placeholders(f"the prompt {reprlib.repr(prompt)}", prompt)
 
     def _refuse_placeholders(self, what: str, shown: Any) -> None:
@@ -186,7 +182,7 @@ class Chat:
 
     def add_message(self, transcript: Transcript, tokens: int) -> None:
         """Add the message in the last `tokens` tokens, and set its tool calls; without tools there are none."""
-        ids = transcript.prompt_ids + transcript.ids
+        ids = transcript.all_ids
         start = len(ids) - tokens
         shown = list(self.tools_of(transcript.environment_name))
         message = parse_response(self.tokenizer, ids[start:], ids[:start], shown)

@@ -66,7 +66,7 @@ def cut_calls(transcripts: Sequence[Transcript], sizes: ChunkSizes) -> list[list
     calls: dict[Hashable, list[int]] = {}
     for index, row in enumerate(transcripts):
         chunk = 0 if sizes.call is None else row.place // sizes.call
-        key = batch_key(sizes.batching, len(row.prompt_ids) + len(row.ids), index)
+        key = batch_key(sizes.batching, len(row.all_ids), index)
         calls.setdefault((chunk, key), []).append(index)
     return list(calls.values())
 
@@ -138,7 +138,7 @@ class TransformersEngine:
         # `RolloutCache` casts what it holds
         half = torch.is_autocast_enabled(kind) and self._is_compact(model, config, settings)
         dtype = torch.get_autocast_dtype(kind) if half else policy.dtype
-        tokens = max(len(row.prompt_ids) + len(row.ids) for row in chunk) + config.max_new_tokens
+        tokens = max(len(row.all_ids) for row in chunk) + config.max_new_tokens
         cache = cached_numbers(policy.config, tokens) * dtype.itemsize * _ROOM
         return int(free // (cache + policy.config.get_text_config().vocab_size * _SCORE_BYTES))
 
@@ -164,8 +164,10 @@ class TransformersEngine:
 
 
 def _agree(one: Sampled, other: Sampled, most: float) -> bool:
-    if one.ids != other.ids or one.record is None or other.record is None:
-        return one.ids == other.ids
+    if one.ids != other.ids:
+        return False
+    if one.record is None or other.record is None:
+        return True
     return bool((one.record.logps_T - other.record.logps_T).abs().max() <= most)
 
 
@@ -183,7 +185,7 @@ def sample_chunk(
     Sampled by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
     finished rows leave the batch (rollouts.decoding).
     """
-    prompts = [row.prompt_ids + row.ids for row in rows]
+    prompts = [row.all_ids for row in rows]
     images_B = [None] * len(rows) if images is None else images.numbers_B
     different = zip(map(tuple, prompts), images_B, strict=True) if compact else range(len(rows))
     firsts, numbers = unique(list(different))
@@ -252,7 +254,7 @@ class ContinuousBatching:
         if not transcripts:
             return []
         with _keeping_weights(self.model()):
-            ids, _ = self.turn([row.prompt_ids + row.ids for row in transcripts], None, {}, sizes.group)
+            ids, _ = self.turn([row.all_ids for row in transcripts], None, {}, sizes.group)
         return [Sampled(list(row)) for row in ids]
 
 

@@ -98,6 +98,10 @@ class Transcript:
     tool_calls: int = 0
     tool_failures: int = 0
 
+    @property
+    def all_ids(self) -> list[int]:
+        return self.prompt_ids + self.ids
+
     def set_prompt(self, prompt: Any) -> None:
         self.prompt, self.images = prompt, images_in(prompt)
         self.prompt_images = len(self.images)
@@ -136,7 +140,7 @@ class Transcript:
         """The experts of prompt and completion; `LIVE` for what followed the last token that was sampled."""
         if self.experts_NC is None:
             return None
-        missing = len(self.prompt_ids) + len(self.ids) - len(self.experts_NC)  # below 0 if the completion is left out
+        missing = len(self.all_ids) - len(self.experts_NC)  # below 0 if the completion is left out
         return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=LIVE)
 
 

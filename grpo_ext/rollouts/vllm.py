@@ -61,7 +61,7 @@ class VllmEngine:
             parts = gather_in_group(seeds, self.generation.tp_group, engines)
             seeds = [seed for part in parts for seed in part]
         llm = self.generation.llm
-        prompts = [transcript.prompt_ids + transcript.ids for transcript in transcripts]
+        prompts = [transcript.all_ids for transcript in transcripts]
         with assigned(llm, seeds=seeds, completions=[]):
             _, ids, logps, _ = self.generation.generate(
                 prompts=prompts,
@@ -94,7 +94,7 @@ class VllmServer:
             return []
         settings, copies = self.generation, copies_of(transcripts, sizes.group)
         firsts = transcripts[::copies]
-        prompts = [transcript.prompt_ids + transcript.ids for transcript in firsts]
+        prompts = [transcript.all_ids for transcript in firsts]
         features = None
         if any(transcript.images for transcript in firsts):
             parts = self.client.image_features([transcript.images or None for transcript in firsts])

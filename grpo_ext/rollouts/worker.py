@@ -167,7 +167,7 @@ class RolloutWorker:
             later = chunk[0].turns > 0
             images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
-            arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
+            arguments: tuple[Any, ...] = ([r.all_ids for r in chunk], images if any(images) else None, {})
             with (
                 self.calls.running(TurnCall(chunk, sizes)) as call,
                 uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
@@ -240,7 +240,7 @@ class RolloutWorker:
         """The transcripts for a forward, without the tokens of completions that are masked out."""
         masked = local.settings.sampling.masked(local.transcripts)
         shown = [t.prompt_alone() if out else t for t, out in zip(local.transcripts, masked, strict=True)]
-        tokens = [token for t in shown for token in t.prompt_ids + t.ids]
+        tokens = [token for t in shown for token in t.all_ids]
         ids = torch.tensor(tokens, dtype=torch.long)
         images = self.images.of_transcripts(shown) if shown else None
         same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
