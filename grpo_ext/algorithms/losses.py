@@ -359,9 +359,10 @@ def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance:
     if entropies_N.numel() == 0:
         return math.inf
     ordered = entropies_N.double().sort().values
-    position = (1.0 - top_quantile) * (ordered.numel() - 1)
-    below = min(int(position), ordered.numel() - 1)
-    above = min(below + 1, ordered.numel() - 1)
+    last = ordered.numel() - 1
+    position = (1.0 - top_quantile) * last
+    below = min(int(position), last)
+    above = min(below + 1, last)
     value = ordered[below] + (ordered[above] - ordered[below]) * (position - below)
     return float(value) - tolerance
 

@@ -144,6 +144,12 @@ class Transcript:
         return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=LIVE)
 
 
+def images_shown(transcripts: Sequence[Transcript]) -> list[list[Any] | None] | None:
+    """The images of each transcript, None for one without; None if there are no images at all."""
+    images = [transcript.images or None for transcript in transcripts]
+    return images if any(images) else None
+
+
 def share_prompt_experts(transcripts: Sequence[Transcript], num_generations: int) -> None:
     """Give the completions of a group that have the same prompt the experts recorded first; a pack runs it once.
 

@@ -33,7 +33,7 @@ from .images import ImageSource
 from .keyed import request_keys
 from .local import GenerateCall, LocalRollout, RolloutSettings, SamplingSettings, TurnCall, UserCalls
 from .tools import continue_with
-from .transcript import Sampled, TokenRecord, Transcript, share_prompt_experts
+from .transcript import Sampled, TokenRecord, Transcript, images_shown, share_prompt_experts
 from .trl_shapes import take_generated, take_rollout
 
 
@@ -165,9 +165,8 @@ class RolloutWorker:
         for indices in [range(len(transcripts))] if sharded else cut_calls(transcripts, sizes):
             chunk = [transcripts[index] for index in indices]
             later = chunk[0].turns > 0
-            images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
-            arguments: tuple[Any, ...] = ([r.all_ids for r in chunk], images if any(images) else None, {})
+            arguments: tuple[Any, ...] = ([r.all_ids for r in chunk], images_shown(chunk), {})
             with (
                 self.calls.running(TurnCall(chunk, sizes)) as call,
                 uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
