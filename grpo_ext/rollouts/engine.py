@@ -2,8 +2,8 @@
 
 Differs from TRL, which generates all rows of a process at once with one generator: here the random number of a token
 depends only on the transcript's key and the token's position. Chunks are cut in global order, so a chunk in a call of
-its own has the same shapes for every number of processes. A model that computes other values beside padding, or beside
-other rows, has calls without them. Called by the worker, once for every turn.
+its own has the same shapes for every number of processes. Where padding, or other rows, change what a model computes,
+its calls have none. Called by the worker, once for every turn.
 """
 
 import contextlib
@@ -93,9 +93,11 @@ class TransformersEngine:
             assigned(policy.generation_config, **without_strings),
             self.generating() as model,
         ):
-            settings = self.settings
-            if sizes.batching != "any":  # compact decoding would not reorder a state outside of the cache
-                settings = replace(settings, multiple=None, compact=False)
+            settings, may_pad = self.settings, sizes.batching == "any"
+            # without padding a model may have a state outside of the cache, which compact decoding does not reorder
+            compact = settings.compact and may_pad and not settings.sharded and decodes_compactly(model, config)
+            compact = compact and why_not_by_key(policy, config) is None
+            settings = replace(settings, compact=compact, multiple=settings.multiple if may_pad else None)
             if sizes.batching == "equal_lengths" and self._mixes_rows(model, config, settings):
                 sizes = replace(sizes, batching="single")
             calls = cut_calls(transcripts, sizes)
@@ -123,10 +125,6 @@ class TransformersEngine:
             self._mixes = not all(_agree(one, other, most) for one, other in pairs)
         return self._mixes
 
-    def _is_compact(self, model: Any, config: GenerationConfig, settings: EngineSettings) -> bool:
-        whole = settings.sharded or not settings.compact
-        return not whole and why_not_by_key(self.model(), config) is None and decodes_compactly(model, config)
-
     def _expected_rows(
         self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, settings: EngineSettings
     ) -> int | None:
@@ -136,7 +134,7 @@ class TransformersEngine:
             return None
         policy, kind = base_model_of(model), settings.device.type
         # `RolloutCache` casts what it holds
-        half = torch.is_autocast_enabled(kind) and self._is_compact(model, config, settings)
+        half = torch.is_autocast_enabled(kind) and settings.compact
         dtype = torch.get_autocast_dtype(kind) if half else policy.dtype
         tokens = max(len(row.all_ids) for row in chunk) + config.max_new_tokens
         cache = cached_numbers(policy.config, tokens) * dtype.itemsize * _ROOM
@@ -151,7 +149,7 @@ class TransformersEngine:
         part: Sequence[int],
     ) -> list[Sampled]:
         rows, keyed = [chunk[i] for i in part], why_not_by_key(self.model(), config) is None
-        arguments = (rows, config, settings, self.images_of(rows), keyed, self._is_compact(model, config, settings))
+        arguments = rows, config, settings, self.images_of(rows), keyed, settings.compact
         try:
             return sample_chunk(model, *arguments)
         except PrecisionError as error:
