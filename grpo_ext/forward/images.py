@@ -128,11 +128,12 @@ class RowImages:
         left_out = {_TOKENS} if pixels else {_TOKENS, "pixel_values"}
         names = dict.fromkeys(name for row in rows for name in row if name not in left_out)
         for row, tokens in zip(rows, (ids_BL == self.processor.image_token).sum(1).tolist(), strict=True):
-            if row and tokens != row[_TOKENS] and not masked:
+            if row and pixels and not masked and tokens != row[_TOKENS]:
                 raise DataError(
                     f"{type(self.processor.processor).__name__} makes {row[_TOKENS]} image tokens of the images of a "
                     f"row, and its prompt and completion hold {tokens}: the chat template leaves out images in "
-                    "messages of some role, for example of tools; set a chat_template that shows them."
+                    "messages of some role, for example of tools (set a chat_template that shows them), or the model "
+                    "has sampled the token of an image (suppress it where vLLM samples)."
                 )
         arguments = {name: joined([row[name] for row in rows if name in row]) for name in names}
         arguments |= self.processor.types_of(ids_BL)
