@@ -20,16 +20,11 @@ THRESHOLD = "eval_pass_threshold"  # the setting, and a keyword of estimators
 EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
 
-def _lowest_and_highest(x: torch.Tensor, dim: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of entries that are not NaN; keeps dimensions. Infinity and minus infinity where there are none."""
-    unknown, dims = torch.isnan(x), () if dim is None else (dim,)
-    low = x.masked_fill(unknown, torch.inf).amin(dims, keepdim=True)
-    return low, x.masked_fill(unknown, -torch.inf).amax(dims, keepdim=True)
-
-
 def nan_mean(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """The mean of entries that are not NaN; keeps dimensions. Of equal numbers it is that number, without rounding."""
-    low, high = _lowest_and_highest(x, dim)
+    unknown, dims = torch.isnan(x), () if dim is None else (dim,)
+    low = x.masked_fill(unknown, torch.inf).amin(dims, keepdim=True)
+    high = x.masked_fill(unknown, -torch.inf).amax(dims, keepdim=True)
     return torch.where(low == high, low, torch.nanmean(x, dim=dim, keepdim=True))
 
 
@@ -216,8 +211,9 @@ class AdvantageRule:
         if self.aggregation == "sum_then_normalize":
             values = weighted_sum(rewards_BF, weights_F)[:, None]
         grouped = values.reshape(len(values) // num_generations, num_generations, values.size(1))
-        low, high = _lowest_and_highest(grouped, dim=1)
-        return (high <= low).flatten(1).all(dim=1)
+        low = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
+        high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
+        return (high <= low).all(dim=1)
 
     @property
     def depends_on_the_batch(self) -> bool:
