@@ -275,7 +275,7 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
     A generator of their own draws the tokens: no random state of the run moves, and every process has the same rows.
     """
     generator, limit = torch.Generator().manual_seed(0), _longest_row(policy.config)
-    ids, window = torch.tensor(_text_ids(policy.config, tokenizer)), _longest_window(policy.config)
+    ids, window = torch.tensor(text_ids(policy.config, tokenizer)), _longest_window(policy.config)
     long = min(window + max(window // 8, 8), limit - max(_AFTER_LONG)) if window > min(_PROMPTS) else 0
 
     def drawn(length: int) -> torch.Tensor:
@@ -302,7 +302,7 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
     return [*batches, rows([long_prompt], [_AFTER_LONG])] if long > max(_PROMPTS) else batches
 
 
-def _text_ids(config: Any, tokenizer: Any) -> list[int]:
+def text_ids(config: Any, tokenizer: Any) -> list[int]:
     """Ids of text: no special tokens, added tokens or images."""
     text = config.get_text_config()
     settings = (vars(config) | vars(text)).items()

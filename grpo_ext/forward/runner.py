@@ -103,7 +103,7 @@ class ForwardRunner:
     def choose_forms(self, models: Sequence[Any]) -> None:
         """Choose the forms of models that have none yet (they pad), with real weights; all processes together.
 
-        The first model is the one that is trained; buffers that its forward moves are looked for too.
+        The first model is the one that is trained; it is also checked for buffers that its forward moves.
         """
         for model in models:
             if not self.choice.is_compared(model):

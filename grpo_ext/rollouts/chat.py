@@ -33,7 +33,7 @@ class Chat:
     embedded: int | None = None  # rows of the model's embedding; None: unknown
     own_tokenizer: Any = None  # TRL's `_tokenizer`, which decodes completions; None: that of `processing_class`
     suffix: Callable[[Messages], list[int]] | None = None  # the user's `_get_tool_suffix_ids`; None: TRL's
-    placeholders: Sequence[str] = ()  # what no text may hold: it stands for an image
+    placeholders: Sequence[str] = ()  # that stand for an image, so no text may contain them
 
     @property
     def tokenizer(self) -> Any:

@@ -21,7 +21,7 @@ from ..compat import CACHE
 from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
 from ..forward.architecture import base_model_of, cached_numbers
-from ..forward.form_check import probe_rows, rounding_unit
+from ..forward.form_check import rounding_unit, text_ids
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.routing import routed
 from ..precision.non_finite import bad_weight, explanation, first_module
@@ -116,7 +116,7 @@ class TransformersEngine:
         """Whether prompts of one length change one another, compared once: a step of RWKV's decoding mixes rows."""
         if self._mixes is None:
             policy, config = base_model_of(model), copy.deepcopy(config)
-            ids = probe_rows(policy, settings.tokenizer)[0].ids_N.tolist()
+            ids = text_ids(policy.config, settings.tokenizer)
             rows = [Transcript({}, key, prompt_ids=ids[key // 2 :][:4]) for key in range(4)]
             config.max_new_tokens = 8
             sample = functools.partial(self._sample, model, rows, config, settings)
