@@ -60,6 +60,16 @@ class SplitDependentError(ModelError):
     """Something in the model or the settings makes the update depend on the hardware split."""
 
 
+def refuse_split_dependence(reasons: list[str], allow: bool) -> list[str]:
+    """Raise a SplitDependentError for reasons, as sentences, unless they are allowed; then return them."""
+    if reasons and not allow:
+        raise SplitDependentError(
+            "the update would depend on the batch split: " + ". ".join(reasons) + ". To train anyway, set "
+            "allow_split_dependent=True."
+        )
+    return reasons
+
+
 class PrecisionError(GrpoExtError):
     """A number that is not finite, or out of the range of the arithmetic."""
 

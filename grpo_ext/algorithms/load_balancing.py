@@ -26,7 +26,7 @@ def router_statistics(
 
     Returns how often each expert was chosen (E,), float64 without gradient; summed probabilities (E,) with gradient;
     and the number of rows. Logits are (tokens, E) per layer. A count is above 1 for a prompt of several completions.
-    Replayed are the experts of each token, layer by layer, -1 where the router chose.
+    `replayed_NC`: the experts of each token, layer by layer; -1 where the router chose.
     """
     flat = counts_BT.reshape(-1)
     real = flat > 0

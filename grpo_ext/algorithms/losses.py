@@ -222,16 +222,16 @@ def _bounded(
     There a loss is clipped or saturated, or one of the `factors` that it is multiplied by is zero. Elsewhere, and up to
     the bound, they stay as they are.
     """
-    counted = math.prod(factors, start=batch.mask_BT)
+    bounded = log_ratio.clamp(max=_LARGEST_LOG_RATIO)
     if cfg.beta != 0.0 and cfg.use_bias_correction_kl:  # the KL term grows with the ratio
         flat = batch.mask_BT == 0
     elif cfg.loss_type == "sapo" or cfg.delta is not None:
-        flat = torch.ones_like(counted, dtype=torch.bool)
+        return bounded
     else:
-        flat = (batch.advantages >= 0) | (counted == 0)
+        flat = (batch.advantages >= 0) | (math.prod(factors, start=batch.mask_BT) == 0)
     if cfg.importance_sampling_level == "sequence":
         flat = flat.all(1, keepdim=True)
-    return torch.where(flat, log_ratio.clamp(max=_LARGEST_LOG_RATIO), log_ratio)
+    return torch.where(flat, bounded, log_ratio)
 
 
 def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: torch.Tensor) -> TokenLoss:
@@ -359,9 +359,10 @@ def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance:
     if entropies_N.numel() == 0:
         return math.inf
     ordered = entropies_N.double().sort().values
-    position = (1.0 - top_quantile) * (ordered.numel() - 1)
-    below = min(int(position), ordered.numel() - 1)
-    above = min(below + 1, ordered.numel() - 1)
+    last = ordered.numel() - 1
+    position = (1.0 - top_quantile) * last
+    below = min(int(position), last)
+    above = min(below + 1, last)
     value = ordered[below] + (ordered[above] - ordered[below]) * (position - below)
     return float(value) - tolerance
 

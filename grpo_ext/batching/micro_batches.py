@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .sizes import RowBatching, ceil_div, even_slice
+from .sizes import RowBatching, batch_key, ceil_div, even_slice
 
 # a pack without padding; prompts once, then their completions, both padded; every completion with its prompt, padded
 Form = Literal["packed", "prefix", "padded"]
@@ -38,9 +38,7 @@ class StepSizes:
 
     def joinable(self, rows: Iterable[int], batching: RowBatching) -> list[list[int]]:
         """The rows, in order, cut where neighbours may not share a padded batch."""
-        if batching == "single":
-            return [[row] for row in rows]
-        parts = itertools.groupby(rows, key=lambda row: batching == "any" or self.lengths(row))
+        parts = itertools.groupby(rows, key=lambda row: batch_key(batching, self.lengths(row), row))
         return [list(part) for _, part in parts]
 
     def lengths(self, row: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,11 @@ RowBatching = Literal["any", "equal_lengths", "single"]
 # without a rollout_chunk_size; constants, so that chunks depend neither on the device nor on the number of processes
 CHUNK = 64  # the most completions of a chunk, unless a group has more
 CHUNKS = 8  # the fewest chunks of a rollout batch, if it has as many groups
+
+
+def batch_key(batching: RowBatching, lengths: Hashable, row: int) -> Hashable:
+    """What the rows of a padded batch have in common."""
+    return {"any": None, "equal_lengths": lengths, "single": row}[batching]
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError, refuse_combination
+from ..errors import DataError, refuse_combination, refuse_split_dependence
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
@@ -15,7 +15,6 @@ from ..rollouts.chat import ROW_KWARGS, Chat
 from ..rollouts.keyed import NEW_TOKENS
 from ..rollouts.settings import CHANGE_ROWS, all_end_tokens, chat_of
 from ..view import TrainerView
-from .model import refuse
 
 
 def named_sets(train: Any, evaluation: Any) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
             if kind not in kinds or any(token in str(prompt) for token in unknown):
                 kinds.add(kind)
                 if not chat.takes_images:  # `check_images` prepares some
-                    ids = chat.of_row({ROW_KWARGS: kwargs}).tokenize([prompt], [None])[0]
+                    ids = chat.of_row({ROW_KWARGS: kwargs}).tokenize(prompt)
                     chat.check_ids(ids, f"the prompt {reprlib.repr(prompt)}")
         except DataError as error:
             raise DataError(f"row {number} of the {split} data set: {error}") from error
@@ -183,7 +182,7 @@ def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
     dependent = settle_rope(
         [base_model_of(model) for model in view.models], lambda: _longest_sequence(view, lengths) if readable else None
     )
-    return refuse([] if dependent is None else [dependent], allow_split_dependent)
+    return refuse_split_dependence([] if dependent is None else [dependent], allow_split_dependent)
 
 
 def _longest_sequence(view: TrainerView, lengths: Callable[[list[Any]], list[int]]) -> int | None:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PretrainedConfig
 from transformers.utils import cached_file
 
-from ..errors import ConfigError, ModelError, SplitDependentError
+from ..errors import ConfigError, ModelError
 from ..forward.architecture import base_model_of
 from ..forward.quantised import outlier_thresholds
 from ..step.gradients import refuse_gradient_hooks
@@ -133,15 +133,6 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
         reasons.append("CpmAnt puts a prompt before the padding, so padding shifts the input; use another model")
     if neftune_noise_alpha:
         reasons.append(f"neftune_noise_alpha={neftune_noise_alpha} adds noise per micro-batch; remove it")
-    return reasons
-
-
-def refuse(reasons: list[str], allow: bool) -> list[str]:
-    if reasons and not allow:
-        raise SplitDependentError(
-            "the update would depend on the batch split: " + ". ".join(reasons) + ". To train anyway, set "
-            "allow_split_dependent=True."
-        )
     return reasons
 
 

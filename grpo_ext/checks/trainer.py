@@ -17,7 +17,7 @@ from transformers import ProcessorMixin
 
 from .. import compat
 from ..config import GRPOConfig
-from ..errors import ConfigError, did_you_mean, refuse_combination, shortened
+from ..errors import ConfigError, did_you_mean, refuse_combination, refuse_split_dependence, shortened
 from ..forward.architecture import base_model_of, layer_kinds
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
@@ -177,7 +177,8 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     check_weights(view.optimizer, policy)
     if view.use_vllm:
         check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
-    uncovered = models.refuse(models.split_dependence(policy, config.neftune_noise_alpha), config.allow_split_dependent)
+    dependent = models.split_dependence(policy, config.neftune_noise_alpha)
+    uncovered = refuse_split_dependence(dependent, config.allow_split_dependent)
     if config.bitwise_invariant:
         check_bitwise(view, rollouts)
     if not view.is_deepspeed_enabled:  # which trains float32 copies

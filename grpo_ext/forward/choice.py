@@ -18,7 +18,7 @@ from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
-from .form_check import DRAWS, RowsAlone, why_form_fails
+from .form_check import DRAWS, PADDINGS, RowsAlone, why_form_fails
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
 from .zeros import zeros_filled
@@ -33,9 +33,8 @@ _MEANINGS: dict[Form, str] = {
     "padded": "padded: every completion with its prompt",
 }
 _JOINED: dict[RowBatching, str] = {
-    "any": "any rows",
-    "equal_lengths": "only rows of one length, for padding changes them",
-    "single": "only one row, for others change it",
+    "equal_lengths": "only rows of one length, because padding changes them",
+    "single": "only one row, because other rows change it",
 }
 
 
@@ -113,10 +112,9 @@ class ForwardChoice:
         """
         forms, problem, batches = self._of(model), None, list[RowsAlone]()
         try:
-            first, *long = make_rows(base_model_of(model))
-            batches = [RowsAlone(model, first, self.device)]
-            batches += [RowsAlone(model, rows, self.device, paddings=(0,)) for rows in long]
-            if forms.best != "padded" and (longest := max(max(a.rows.prompts_B) for a in batches)) > _TAKES_LONG:
+            made = make_rows(base_model_of(model))
+            batches = [RowsAlone(model, rows, self.device, widths) for rows, widths in zip(made, (PADDINGS, (0,)))]
+            if forms.best != "padded" and (longest := max(made[-1].prompts_B)) > _TAKES_LONG:
                 logger.info(f"Comparing {_NAMES[forms.best]} with rows alone, on over {longest} tokens, once.")
         except Exception as error:  # a processor may expect prompts like the user's
             problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
@@ -169,24 +167,22 @@ class ForwardChoice:
 
     def _why_refused(self, form: Form, batches: Sequence[RowsAlone], problem: str | None = None) -> str | None:
         """The first reason of any process against a form: a `problem` with the rows, or what a comparison finds."""
-        reason: str | None = None
+        reason = problem
         for draws in DRAWS:
             with together("the comparison of two forms", self.sharded):
-                reason = problem or self._first(form, batches, draws)
+                try:
+                    reasons = (why_form_fails(form, a, self.checkpointing_kwargs, self.group, draws) for a in batches)
+                    reason = problem or next(filter(None, reasons), None)
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    remedy = "use a device with more memory, or FSDP2"
+                    if self.group is None and form != "padded":
+                        remedy = "set forward='padded', which is compared on short rows alone"
+                    first_line = str(error).splitlines()[0]
+                    raise MemoryShortageError(
+                        f"comparing two forms of the forward ran out of memory ({first_line}); {remedy}."
+                    ) from None
             if (reason := next(filter(None, gather_lists([reason])), None)) is None:
                 break
         return reason
-
-    def _first(self, form: Form, batches: Sequence[RowsAlone], draws: int) -> str | None:
-        try:
-            options = self.checkpointing_kwargs, self.group, draws
-            return next(filter(None, (why_form_fails(form, alone, *options) for alone in batches)), None)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            remedy = "use a device with more memory, or FSDP2"
-            if self.group is None and form != "padded":
-                remedy = "set forward='padded', which is compared on short rows alone"
-            raise MemoryShortageError(
-                f"comparing two forms of the forward ran out of memory ({str(error).splitlines()[0]}); {remedy}."
-            ) from None

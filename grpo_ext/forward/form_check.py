@@ -33,7 +33,7 @@ from .rows import TokenRows
 LIMIT = 4.0  # times the rounding; healthy models reach 0.4 on the rows made here, a planted fault 22 and more
 _CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt", "padded": "a padded batch"}
-# perturbed runs that the rounding is estimated from; more before a refusal, for some routers rarely change an expert
+# perturbed runs that the rounding is estimated from; more before a refusal, as some routers rarely change an expert
 DRAWS = (2, 8)
 PADDINGS = (1, 7, 64)  # columns before all prompts, in batches of short rows
 
@@ -50,7 +50,7 @@ Outputs = dict[str, torch.Tensor]  # (tokens, channels), by module
 
 
 class RowsAlone:
-    """Rows that run one by one, without padding, once for all forms: what these are compared with."""
+    """Rows that run one by one, without padding: what all forms are compared with."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class RowsAlone:
         try:
             _, logps = self.outputs
         except Exception as error:
-            if self.rows.images is None or is_out_of_memory(error):  # a fault of the model's own
+            if self.rows.images is None or is_out_of_memory(error):  # the model itself is at fault
                 raise
             return f"{self.name} fails on an image made for the comparison ({_first_line(error)})"
         if not torch.isfinite(logps).all():
@@ -88,8 +88,8 @@ class RowsAlone:
             with _perturbed(self.policy, unit, seed=len(self._drawn)):
                 perturbed, _ = self._run()
             # perturbed values near the end of their type's range may overflow
-            errors = {place: (values - outputs[place]).nan_to_num(0, 0, 0) for place, values in perturbed.items()}
-            self._drawn.append({place: _size(error) for place, error in errors.items()})
+            errors = ((place, values - outputs[place]) for place, values in perturbed.items())
+            self._drawn.append({place: _size(error.nan_to_num(0, 0, 0)) for place, error in errors})
         return {
             place: max(unit * _size(values), *(sizes.get(place, 0.0) for sizes in self._drawn))
             for place, values in outputs.items()
@@ -109,7 +109,7 @@ class RowsAlone:
         outputs = {
             place: torch.cat([outputs[place] for outputs in every])
             for place, values in every[0].items()
-            if {outputs[place].size(1) if place in outputs else None for outputs in every} == {values.size(1)}
+            if all(place in outputs and outputs[place].size(1) == values.size(1) for outputs in every)
         }
         return outputs, torch.cat([logps for _, logps in runs])
 
@@ -124,7 +124,7 @@ def why_form_fails(
 ) -> str | None:
     """The reason why a model does not run a form, as a clause; None where its modules' outputs agree with rows alone.
 
-    Padded batches need no reason to run where there is nothing to compare with. Every process runs the same number of
+    Padded batches run where there is nothing to compare with. Every process runs the same number of
     forwards, unless the model refuses or memory runs out. The first token of a completion shows no fault in a pack: its
     prompt alone predicts it.
     """
@@ -135,8 +135,11 @@ def why_form_fails(
         paddings = (0,) if form == "packed" else alone.paddings
         batches = [lay_out(form, policy, alone.rows, alone.device, group=group, left=width) for width in paddings]
         runs = [_outputs(model, policy, batch) for batch in batches]
-        if form == "prefix" and not _keeps_cache(model, policy, batches[-1], runs[-1][1], checkpointing_kwargs):
-            return f"{name} loses the cache under gradient checkpointing"
+        if form == "prefix" and checkpointing_kwargs is not None:
+            with checkpointing_layers(policy, checkpointing_kwargs), torch.enable_grad():
+                again_S = _log_probs(model, batches[-1]).detach()
+            if not torch.allclose(again_S, runs[-1][1], rtol=1e-2, atol=1e-2, equal_nan=True):
+                return f"{name} loses the cache under gradient checkpointing"
     except PackRefused as error:
         return str(error)
     except Exception as error:  # models fail in many ways on input that they do not expect
@@ -145,8 +148,8 @@ def why_form_fails(
         return f"{name} fails on {_BATCHES[form]} ({_first_line(error)})"
     (truth, truth_logps), roundings = alone.outputs, alone.roundings(draws)
     for outputs, logps in runs:
-        for place in [place for place in truth if place in outputs]:
-            ratio = _in_roundings(outputs[place], truth[place], roundings[place])
+        for place, expected in truth.items():
+            ratio = _in_roundings(outputs.get(place, expected), expected, roundings[place])
             if not ratio <= LIMIT:
                 gap = float((logps - truth_logps).abs().float().mean())
                 return (
@@ -161,18 +164,10 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _keeps_cache(model: Any, policy: Any, batch: FormBatch, logps_S: torch.Tensor, checkpointing_kwargs: Any) -> bool:
-    if checkpointing_kwargs is None:
-        return True
-    with checkpointing_layers(policy, checkpointing_kwargs), torch.enable_grad():
-        again_S = _log_probs(model, batch).detach()
-    return torch.allclose(again_S, logps_S, rtol=1e-2, atol=1e-2, equal_nan=True)
-
-
 def _outputs(model: Any, policy: Any, batch: FormBatch) -> tuple[Outputs, torch.Tensor]:
     """Outputs of modules at the positions that predict later tokens of completions, and log-probabilities of all.
 
-    In the padded form also outputs at all tokens: padding shows most at the begin of a prompt.
+    In the padded form also outputs at all tokens: padding shows most at the beginning of a prompt.
     """
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
@@ -280,7 +275,7 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
     A generator of their own draws the tokens: no random state of the run moves, and every process has the same rows.
     """
     generator, limit = torch.Generator().manual_seed(0), _longest_row(policy.config)
-    ids, window = torch.tensor(_text_ids(policy.config, tokenizer)), _longest_window(policy.config)
+    ids, window = torch.tensor(text_ids(policy.config, tokenizer)), _longest_window(policy.config)
     long = min(window + max(window // 8, 8), limit - max(_AFTER_LONG)) if window > min(_PROMPTS) else 0
 
     def drawn(length: int) -> torch.Tensor:
@@ -307,7 +302,7 @@ def probe_rows(policy: Any, tokenizer: Any, processor: PromptProcessor | None = 
     return [*batches, rows([long_prompt], [_AFTER_LONG])] if long > max(_PROMPTS) else batches
 
 
-def _text_ids(config: Any, tokenizer: Any) -> list[int]:
+def text_ids(config: Any, tokenizer: Any) -> list[int]:
     """Ids of text: no special tokens, added tokens or images."""
     text = config.get_text_config()
     settings = (vars(config) | vars(text)).items()

@@ -104,11 +104,9 @@ class RowImages:
     numbers_B: Sequence[int]  # rows with one number have the same images
     images_of: Callable[[int], Sequence[Any]]  # from a number to the images
     processor: PromptProcessor
-    tokens_B: Sequence[int] | None = None  # that stand for images in each row; None: not compared
 
     def of(self, rows: Sequence[int]) -> RowImages:
-        tokens_B = None if self.tokens_B is None else [self.tokens_B[row] for row in rows]
-        return RowImages([self.numbers_B[row] for row in rows], self.images_of, self.processor, tokens_B)
+        return RowImages([self.numbers_B[row] for row in rows], self.images_of, self.processor)
 
     @property
     def same(self) -> list[bool]:
@@ -119,29 +117,31 @@ class RowImages:
     def _prepared(self) -> dict[int, Prepared]:
         return {number: self.processor.of(self.images_of(number)) for number in dict.fromkeys(self.numbers_B)}
 
-    def inputs(self, chosen: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
-        """The model's arguments for a batch of the `chosen` rows; without `pixels`, those that say where images are."""
+    def inputs(
+        self, chosen: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True, masked: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The model's arguments for a batch of the `chosen` rows; without `pixels`, those that say where images are.
+
+        `masked`: `ids_BL` may have completions that are masked out, whose tools showed further images.
+        """
         rows = [self._prepared[self.numbers_B[row]] for row in chosen]
         left_out = {_TOKENS} if pixels else {_TOKENS, "pixel_values"}
         names = dict.fromkeys(name for row in rows for name in row if name not in left_out)
-        for row, prepared in zip(chosen, rows, strict=True):
-            if self.tokens_B is not None and prepared:
-                self._compare_tokens(self.tokens_B[row], int(prepared[_TOKENS]))
+        for row, tokens in zip(rows, (ids_BL == self.processor.image_token).sum(1).tolist(), strict=True):
+            if row and pixels and not masked and tokens != row[_TOKENS]:
+                raise DataError(
+                    f"{type(self.processor.processor).__name__} makes {row[_TOKENS]} image tokens of the images of a "
+                    f"row, and its prompt and completion hold {tokens}: the chat template leaves out images in "
+                    "messages of some role, for example of tools (set a chat_template that shows them), or the model "
+                    "has sampled the token of an image (suppress it where vLLM samples)."
+                )
         arguments = {name: joined([row[name] for row in rows if name in row]) for name in names}
         arguments |= self.processor.types_of(ids_BL)
         return {name: value.to(ids_BL.device) for name, value in arguments.items()}
 
-    def _compare_tokens(self, tokens: int, expected: int) -> None:
-        if tokens != expected:
-            raise DataError(
-                f"{type(self.processor.processor).__name__} makes {expected} image tokens of the images of a "
-                f"completion, and its prompt and its tools' answers hold {tokens}: the chat template leaves out images "
-                "in messages of some role, for example of tools; set a chat_template that shows them."
-            )
-
     def as_trl(self, ids_BL: torch.Tensor) -> dict[str, Any]:
         """TRL's layout of a batch, for a user's `_get_per_token_logps_and_entropies`."""
-        batch: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL)
+        batch: dict[str, Any] = self.inputs(range(len(ids_BL)), ids_BL, masked=True)
         if "pixel_values" in batch:
             rows = [self._prepared[number] for number in self.numbers_B]
             batch["num_images"] = [len(self.images_of(number)) for number in self.numbers_B]

@@ -4,6 +4,7 @@ With them the update depends on how many forwards a step has. Frequencies of rot
 move, because results do not. Runs before training (forward.runner), on rows made for the comparison of forms.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,40 +17,42 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
 
     Called in `torch.no_grad`.
     """
-    parents = (model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_buffers())
-    if all(type(module).__module__.split(".")[0] == "transformers" for module in parents):  # frequencies, caches
+    before = _buffers(model)
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in before}
+    if all(type(owner).__module__.split(".")[0] == "transformers" for owner in owners.values()):  # frequencies, caches
         return []
-    modes, before = [(module, module.training) for module in model.modules()], dict(model.named_buffers())
+    modes = [(module, module.training) for module in model.modules()]
     parameters = [p for p in model.parameters() if p.requires_grad and with_gradients]
 
     def use(buffers: Mapping[str, torch.Tensor]) -> None:
         for name, buffer in buffers.items():
-            path, _, key = name.rpartition(".")
-            model.get_submodule(path)._buffers[key] = buffer
+            owners[name]._buffers[name.rpartition(".")[2]] = buffer
 
     def results(buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        use({name: buffer.clone() for name, buffer in buffers.items()})
+        use(copy.deepcopy(buffers))  # modules that share a buffer share its copy
         model.eval()
         evaluated = log_probs()
         model.train()
         with torch.set_grad_enabled(bool(parameters)):
             trained = log_probs()
-            parts = torch.autograd.grad(trained.sum(), parameters, allow_unused=True) if parameters else ()
-        sizes = [float(part.norm()) for part in parts if part is not None]
-        return [evaluated, trained.detach(), torch.tensor([0.0, *sizes])]
+            parts = torch.autograd.grad(trained.sum(), parameters, materialize_grads=True) if parameters else ()
+        return [evaluated, trained.detach(), torch.tensor([0.0, *(float(part.norm()) for part in parts)])]
 
     try:
-        use({name: buffer.clone() for name, buffer in before.items()})
+        use(copy.deepcopy(before))
         model.train()
         log_probs()
-        after = dict(model.named_buffers())
+        after = _buffers(model)
         moved = [name for name in before if not torch.equal(before[name], after[name])]
-        differ = moved and any(map(_differ, results(before), results(before), results(after)))
-        return moved if differ else []
+        return moved if moved and any(map(_differ, results(before), results(before), results(after))) else []
     finally:
         use(before)
         for module, training in modes:
             module.training = training
+
+
+def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False))
 
 
 def _differ(one: torch.Tensor, again: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from peft import PeftModel
 from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
 from ..config import GRPOConfig
 from ..errors import ConfigError, ModelError
-from ..runtime.collectives import copy_from_main_process, shards_parameters
+from ..runtime.collectives import copy_from_main_process, local_part, shards_parameters
 from ..view import TrainerView
 from .architecture import base_model_of
 from .lm_head import install, refuse_unknown_head
@@ -103,8 +103,7 @@ def _adapter_copy(policy: Any) -> Any:
 def _loaded(name: str, load: dict[str, Any], policy: Any) -> Any:
     """A model with the policy's weights: those that the files lack are drawn anew at each load."""
     model = create_model_from_path(name, **load)
-    # of what ZeRO-3 has partitioned, the part of this process
-    own, start = ({n: getattr(p, "ds_tensor", p.data) for n, p in m.named_parameters()} for m in (model, policy))
+    own, start = ({n: local_part(p) for n, p in m.named_parameters()} for m in (model, policy))
     for key, tensor in own.items():
         if key not in start or tensor.shape != start[key].shape:
             raise ModelError(

@@ -21,7 +21,7 @@ from ..batching.micro_batches import Form, RowBatching, StepSizes, canonical_uni
 from ..batching.sizes import group_numbers
 from ..compat import checkpointing_layers, checkpoints_layers, images_among
 from ..config import GRPOConfig, forms_of
-from ..errors import ConfigError, SplitDependentError
+from ..errors import ConfigError, refuse_split_dependence
 from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes, shards_parameters, together
@@ -45,8 +45,8 @@ class ForwardLimits:
     """The most that one forward of a rollout holds; None: no limit."""
 
     completions: int | None
-    tokens: int | None
-    group_size: int  # completions per group; canonical units are cut within groups
+    tokens: int | None = None
+    group_size: int | None = None  # completions per group, in which canonical units are cut; None: no units
 
 
 class MicroBatchScores(NamedTuple):
@@ -103,7 +103,7 @@ class ForwardRunner:
     def choose_forms(self, models: Sequence[Any]) -> None:
         """Choose the forms of models that have none yet (they pad), with real weights; all processes together.
 
-        The first model is the one that is trained; buffers that its forward moves are looked for too.
+        The first model is the one that is trained; it is also checked for buffers that its forward moves.
         """
         for model in models:
             if not self.choice.is_compared(model):
@@ -118,16 +118,13 @@ class ForwardRunner:
         with self.without_gradients(model), torch.random.fork_rng([]), meeting:
             rows = self.make_rows(policy, processor=None)[0]  # text alone, also where the model takes images
             moved = moving_buffers(policy, lambda: self._forward(model, rows).logps_S, not self.sharded)
-        if not (names := sorted({*gather_lists(moved)})):
-            return
-        reason = (
-            f"a training forward moves the buffer {', '.join(names[:3])}, which later forwards read; train without the "
-            "module, or let it keep its buffers while it trains (its eval() does so for spectral_norm)"
-        )
-        if not self.args.allow_split_dependent:
-            remedy = "To train anyway, set allow_split_dependent=True."
-            raise SplitDependentError(f"the update would depend on the batch split: {reason}. {remedy}")
-        logger.warning(f"The promise that the split does not matter does not cover this run: {reason}.")
+        if names := sorted({*gather_lists(moved)}):
+            reason = (
+                f"a training forward moves the buffer {', '.join(names[:3])}, which later forwards read; train without "
+                "the module, or let it keep its buffers while it trains (its eval() does so for spectral_norm)"
+            )
+            refuse_split_dependence([reason], self.args.allow_split_dependent)
+            logger.warning(f"The promise that the split does not matter does not cover this run: {reason}.")
 
     def refuse_other_than_packs(self, model: Any, form: Form) -> None:
         refuse_other_forms(self.args.sequence_parallel_size, form, self.choice.described(model))
@@ -171,29 +168,27 @@ class ForwardRunner:
         logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
         return MicroBatchScores(logps, entropies, output.router, output.routing)
 
-    def padding(self, model: Any, form: Form) -> tuple[RowBatching, int]:
+    def batching(self, model: Any, form: Form) -> tuple[RowBatching, int]:
         """The rows that a batch of a form may hold together, and the multiple of tokens that it is filled up to."""
         batching = self.choice.batching(model) if form == "padded" else "any"
         return batching, self.multiple if batching == "any" else 1
 
-    def _cut(
-        self, model: Any, rows: TokenRows, batch_size: int | None, max_tokens: int | None = None
-    ) -> list[list[int]]:
+    def _cut(self, model: Any, rows: TokenRows, limits: ForwardLimits) -> list[list[int]]:
+        """The rows of each forward; canonical units of a rollout in bitwise mode."""
         form = self.choice.form(model) if rows.attended_N is None else "padded"
+        batching, multiple = self.batching(model, form)
+        if limits.group_size is not None and (unit := self.args.unit_rows) is not None:
+            sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
+            return canonical_units(sizes, range(len(rows)), unit if batching == "any" else 1)
         groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
-        batching, multiple = self.padding(model, form)
         sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, multiple)
-        limits = batch_size or len(rows), max_tokens, form
+        most = limits.completions or len(rows), limits.tokens, form
         parts = sizes.joinable(range(len(rows)), batching)
-        return [chunk for part in parts for chunk in filled(sizes, [[row] for row in part], *limits)]
+        return [chunk for part in parts for chunk in filled(sizes, [[row] for row in part], *most)]
 
     def _run_chunks(self, model: Any, rows: TokenRows, limits: ForwardLimits, **options: Any) -> list[LogProbs]:
-        """Run a rollout in chunks that fit into memory, in bitwise mode in canonical units."""
-        if (unit := self.args.unit_rows) is None or self.choice.batching(model) != "any":
-            chunks = self._cut(model, rows, 1 if unit else limits.completions, limits.tokens)
-        else:
-            sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
-            chunks = canonical_units(sizes, range(len(rows)), unit)
+        """Run a rollout in chunks that fit into memory."""
+        chunks = self._cut(model, rows, limits)
         # where a forward is a collective, every process runs as many; a process with fewer chunks repeats its last one
         forwards = max_over_processes(len(chunks)) if self.sharded else len(chunks)
         outputs: list[LogProbs] = []
@@ -217,7 +212,7 @@ class ForwardRunner:
                     "tokens between others, which packs cannot; use tool_mask, or sequence_parallel_size=1."
                 )
             self.refuse_other_than_packs(model, form)
-        fixed: dict[str, Any] = {"multiple": self.padding(model, form)[1], "suppressed": self.suppressed}
+        fixed: dict[str, Any] = {"multiple": self.batching(model, form)[1], "suppressed": self.suppressed}
         with self.accelerator.autocast():
             return run_rows(form, model, rows, self.accelerator.device, **fixed, **options)
 
@@ -318,7 +313,8 @@ class OverridableRunner(ForwardRunner):
         if call.limits is not None:
             parts = self._run_chunks(model, rows, call.limits, **options)
         else:
-            parts = [self._forward(model, rows.part(part), **options) for part in self._cut(model, rows, batch_size)]
+            cut = self._cut(model, rows, ForwardLimits(batch_size))
+            parts = [self._forward(model, rows.part(part), **options) for part in cut]
         routers = [part.router for part in parts if part.router is not None]
         if len(parts) == 1:
             call.router = parts[0].router

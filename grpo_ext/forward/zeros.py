@@ -13,10 +13,11 @@ _SIZE = 0.25  # of the values, divided by the root of the inputs that are summed
 
 @contextmanager
 def zeros_filled(model: Any) -> Iterator[None]:
-    """Inside, random values are added to parameters of which half or more is zero, and to the padding's embedding.
+    """Inside, random values are added to parameters that are zero by half or more, and to rows 0 that are.
 
     A gate, or a convolution that begins as the identity, hides at the start what the modules behind it do between
-    tokens. What ZeRO-3 has partitioned stays as it is.
+    tokens; so does the embedding of token 0, with which forwards pad (`TokenRows.padded`), whatever sampling pads with.
+    What ZeRO-3 has partitioned stays as it is.
     """
     generator = torch.Generator().manual_seed(0)
     _reshard(model)

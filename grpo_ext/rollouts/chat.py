@@ -22,17 +22,6 @@ ROW_KWARGS = "chat_template_kwargs"  # a column of the data
 _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
 
 
-def check_prompt(prompt: Any) -> None:
-    for message in () if isinstance(prompt, str) else prompt if isinstance(prompt, list) else [prompt]:
-        has_content = isinstance(message, Mapping) and any(message.get(name) is not None for name in _CONTENTS)
-        if not isinstance(prompt, list) or not has_content or message.get("role") is None:
-            raise DataError(
-                f"the prompt {reprlib.repr(prompt)} is neither a text nor a list of messages that each have a 'role' "
-                f"and a 'content' ({reprlib.repr(message)}); with dataset.map decode token ids, put a single message "
-                "into a list, rename 'from' and 'value', and fill contents."
-            )
-
-
 @dataclass(frozen=True)
 class Chat:
     processing_class: Any  # the tokenizer, or the processor of a model that takes images
@@ -44,7 +33,7 @@ class Chat:
     embedded: int | None = None  # rows of the model's embedding; None: unknown
     own_tokenizer: Any = None  # TRL's `_tokenizer`, which decodes completions; None: that of `processing_class`
     suffix: Callable[[Messages], list[int]] | None = None  # the user's `_get_tool_suffix_ids`; None: TRL's
-    placeholders: Sequence[str] = ()  # what no text may hold: it stands for an image
+    placeholders: Sequence[str] = ()  # that stand for an image, so no text may contain them
 
     @property
     def tokenizer(self) -> Any:
@@ -57,22 +46,30 @@ class Chat:
         return isinstance(self.processing_class, ProcessorMixin)
 
     def check(self, prompt: Any) -> None:
-        check_prompt(prompt)
+        for message in () if isinstance(prompt, str) else prompt if isinstance(prompt, list) else [prompt]:
+            has_content = isinstance(message, Mapping) and any(message.get(name) is not None for name in _CONTENTS)
+            if not isinstance(prompt, list) or not has_content or message.get("role") is None:
+                raise DataError(
+                    f"the prompt {reprlib.repr(prompt)} is neither a text nor a list of messages that each have a "
+                    f"'role' and a 'content' ({reprlib.repr(message)}); with dataset.map decode token ids, put a "
+                    "single message into a list, rename 'from' and 'value', and fill contents."
+                )
         self._refuse_placeholders(f"the prompt {reprlib.repr(prompt)}", prompt)
 
     def _refuse_placeholders(self, what: str, shown: Any) -> None:
-        if written := [token for token in self.placeholders if token in str(shown)]:
-            raise DataError(
-                f"{what} has the text {written[0]!r}, which stands for an image, a video or a sound of the model, and "
-                "would be counted as one; take it out (a chat template puts images where their messages have them)."
-            )
+        for token in self.placeholders:
+            if token in str(shown):
+                raise DataError(
+                    f"{what} has the text {token!r}, which stands for an image, a video or a sound of the model, and "
+                    "would be counted as one; take it out (a chat template puts images where their messages have them)."
+                )
 
     def of_row(self, row: Mapping[str, Any]) -> "Chat":
-        """This chat with the row's own `chat_template_kwargs`, if any, as TRL's SFT and DPO read them."""
+        """This chat with the `chat_template_kwargs` of a row, if any, as TRL's SFT and DPO read them."""
         kwargs = row.get(ROW_KWARGS)
         if not isinstance(kwargs, Mapping | None):
             raise DataError(f"{ROW_KWARGS}={reprlib.repr(kwargs)} in a row of the data; make it a dictionary, or None.")
-        # a data set gives every row the names of all
+        # every row of a data set has the names of all rows, with None where it sets nothing
         named = {name: value for name, value in (kwargs or {}).items() if value is not None}
         return replace(self, chat_template_kwargs={**self.chat_template_kwargs, **named}) if named else self
 
@@ -99,15 +96,11 @@ class Chat:
             return prepare_multimodal_messages(prompt, images=images)
         return prompt
 
-    def tokenize(self, prompts: Sequence[Any], environment_names: Sequence[str | None]) -> list[list[int]]:
-        ids: list[list[int]] = []
-        for prompt, name in zip(prompts, environment_names, strict=True):
-            self.check(prompt)
-            if isinstance(prompt, str):
-                ids += self.processing_class(text=[prompt])["input_ids"]
-            else:
-                ids.append(self._render(self._as_shown(prompt), self.tools_of(name)))
-        return ids
+    def tokenize(self, prompt: Any, environment_name: str | None = None) -> list[int]:
+        self.check(prompt)
+        if isinstance(prompt, str):
+            return list(self.processing_class(text=[prompt])["input_ids"][0])
+        return self._render(self._as_shown(prompt), self.tools_of(environment_name))
 
     def _as_shown(self, messages: Messages) -> Messages:
         return prepare_multimodal_messages(messages) if self.takes_images else messages
@@ -189,7 +182,7 @@ class Chat:
 
     def add_message(self, transcript: Transcript, tokens: int) -> None:
         """Add the message in the last `tokens` tokens, and set its tool calls; without tools there are none."""
-        ids = transcript.prompt_ids + transcript.ids
+        ids = transcript.all_ids
         start = len(ids) - tokens
         shown = list(self.tools_of(transcript.environment_name))
         message = parse_response(self.tokenizer, ids[start:], ids[:start], shown)

@@ -2,26 +2,26 @@
 
 Differs from TRL, which generates all rows of a process at once with one generator: here the random number of a token
 depends only on the transcript's key and the token's position. Chunks are cut in global order, so a chunk in a call of
-its own has the same shapes for every number of processes. A model that computes other values beside padding, or beside
-other rows, has calls without them. Called by the worker, once for every turn.
+its own has the same shapes for every number of processes. Where padding, or other rows, change what a model computes,
+its calls have none. Called by the worker, once for every turn.
 """
 
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-from ..batching.sizes import ChunkSizes
+from ..batching.sizes import ChunkSizes, batch_key
 from ..compat import CACHE
 from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
 from ..forward.architecture import base_model_of, cached_numbers
-from ..forward.form_check import probe_rows, rounding_unit
+from ..forward.form_check import rounding_unit, text_ids
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.routing import routed
 from ..precision.non_finite import bad_weight, explanation, first_module
@@ -63,11 +63,11 @@ def cut_calls(transcripts: Sequence[Transcript], sizes: ChunkSizes) -> list[list
     """The transcripts of each `generate` call, by their index; later turns are cut like the first."""
     # the first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
     # chunks of the whole rollout batch
-    calls: dict[tuple[int, int], list[int]] = {}
+    calls: dict[Hashable, list[int]] = {}
     for index, row in enumerate(transcripts):
-        lengths = {"any": 0, "equal_lengths": len(row.prompt_ids) + len(row.ids), "single": index}
         chunk = 0 if sizes.call is None else row.place // sizes.call
-        calls.setdefault((chunk, lengths[sizes.batching]), []).append(index)
+        key = batch_key(sizes.batching, len(row.all_ids), index)
+        calls.setdefault((chunk, key), []).append(index)
     return list(calls.values())
 
 
@@ -93,57 +93,63 @@ class TransformersEngine:
             assigned(policy.generation_config, **without_strings),
             self.generating() as model,
         ):
-            if sizes.batching != "any":  # a state outside of the cache is not reordered by compact decoding
-                self.settings = replace(self.settings, multiple=None, compact=False)
-            if sizes.batching == "equal_lengths" and self._mixes_rows(model, config):
+            settings, may_pad = self.settings, sizes.batching == "any"
+            # without padding a model may have a state outside of the cache, which compact decoding does not reorder
+            compact = settings.compact and may_pad and not settings.sharded and decodes_compactly(model, config)
+            compact = compact and why_not_by_key(policy, config) is None
+            settings = replace(settings, compact=compact, multiple=settings.multiple if may_pad else None)
+            if sizes.batching == "equal_lengths" and self._mixes_rows(model, config, settings):
                 sizes = replace(sizes, batching="single")
-            indices = cut_calls(transcripts, sizes)
-            chunks = [[transcripts[index] for index in chunk] for chunk in indices]
-            calls = max_over_processes(len(chunks)) if self.settings.sharded else len(chunks)
-            stand_in = chunks[0][:1] if chunks else [Transcript(row={}, key=0, prompt_ids=[self.settings.filler])]
-            for number in range(calls):
-                chunk = chunks[number] if number < len(chunks) else stand_in
-                expected = self._expected_rows(model, chunk, config)
-                sample = functools.partial(self._sample, model, chunk, config)
+            calls = cut_calls(transcripts, sizes)
+            stand_in = transcripts[:1] or [Transcript(row={}, key=0, prompt_ids=[settings.filler])]
+            for number in range(max_over_processes(len(calls)) if settings.sharded else len(calls)):
+                indices = calls[number] if number < len(calls) else []
+                chunk = [transcripts[index] for index in indices] or stand_in
+                expected = self._expected_rows(model, chunk, config, settings)
+                sample = functools.partial(self._sample, model, chunk, config, settings)
                 pieces = self.memory.run(range(len(chunk)), sample, expected)
-                if number < len(chunks):
-                    sampled |= zip(indices[number], (row for piece in pieces for row in piece), strict=True)
+                if indices:
+                    sampled |= zip(indices, (row for piece in pieces for row in piece), strict=True)
         return [sampled[index] for index in range(len(transcripts))]
 
-    def _mixes_rows(self, model: Any, config: GenerationConfig) -> bool:
+    def _mixes_rows(self, model: Any, config: GenerationConfig, settings: EngineSettings) -> bool:
         """Whether prompts of one length change one another, compared once: a step of RWKV's decoding mixes rows."""
         if self._mixes is None:
             policy, config = base_model_of(model), copy.deepcopy(config)
-            ids = probe_rows(policy, self.settings.tokenizer)[0].ids_N.tolist()
+            ids = text_ids(policy.config, settings.tokenizer)
             rows = [Transcript({}, key, prompt_ids=ids[key // 2 :][:4]) for key in range(4)]
             config.max_new_tokens = 8
-            sample = functools.partial(self._sample, model, rows, config)
-            most = _MIXED * rounding_unit(policy, self.settings.device)
+            sample = functools.partial(self._sample, model, rows, config, settings)
+            most = _MIXED * rounding_unit(policy, settings.device)
             pairs = zip(sample(range(4)), (sample([place])[0] for place in range(4)), strict=True)
             self._mixes = not all(_agree(one, other, most) for one, other in pairs)
         return self._mixes
 
-    def _is_compact(self, model: Any, config: GenerationConfig) -> bool:
-        whole = self.settings.sharded or not self.settings.compact
-        return not whole and why_not_by_key(self.model(), config) is None and decodes_compactly(model, config)
-
-    def _expected_rows(self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig) -> int | None:
+    def _expected_rows(
+        self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, settings: EngineSettings
+    ) -> int | None:
         """How many completions of a chunk fit into the free memory at full length; None where that is unknown."""
-        free = available_bytes(self.settings.device)
+        free = available_bytes(settings.device)
         if free is None or config.max_new_tokens is None:
             return None
-        policy, kind = base_model_of(model), self.settings.device.type
-        half = torch.is_autocast_enabled(kind) and self._is_compact(model, config)  # `RolloutCache` casts what it holds
+        policy, kind = base_model_of(model), settings.device.type
+        # `RolloutCache` casts what it holds
+        half = torch.is_autocast_enabled(kind) and settings.compact
         dtype = torch.get_autocast_dtype(kind) if half else policy.dtype
-        tokens = max(len(row.prompt_ids) + len(row.ids) for row in chunk) + config.max_new_tokens
+        tokens = max(len(row.all_ids) for row in chunk) + config.max_new_tokens
         cache = cached_numbers(policy.config, tokens) * dtype.itemsize * _ROOM
         return int(free // (cache + policy.config.get_text_config().vocab_size * _SCORE_BYTES))
 
     def _sample(
-        self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, part: Sequence[int]
+        self,
+        model: Any,
+        chunk: Sequence[Transcript],
+        config: GenerationConfig,
+        settings: EngineSettings,
+        part: Sequence[int],
     ) -> list[Sampled]:
-        rows, settings, keyed = [chunk[i] for i in part], self.settings, why_not_by_key(self.model(), config) is None
-        arguments = (rows, config, settings, self.images_of(rows), keyed, self._is_compact(model, config))
+        rows, keyed = [chunk[i] for i in part], why_not_by_key(self.model(), config) is None
+        arguments = rows, config, settings, self.images_of(rows), keyed, settings.compact
         try:
             return sample_chunk(model, *arguments)
         except PrecisionError as error:
@@ -156,8 +162,10 @@ class TransformersEngine:
 
 
 def _agree(one: Sampled, other: Sampled, most: float) -> bool:
-    if one.ids != other.ids or one.record is None or other.record is None:
-        return one.ids == other.ids
+    if one.ids != other.ids:
+        return False
+    if one.record is None or other.record is None:
+        return True
     return bool((one.record.logps_T - other.record.logps_T).abs().max() <= most)
 
 
@@ -175,7 +183,7 @@ def sample_chunk(
     Sampled by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
     finished rows leave the batch (rollouts.decoding).
     """
-    prompts = [row.prompt_ids + row.ids for row in rows]
+    prompts = [row.all_ids for row in rows]
     images_B = [None] * len(rows) if images is None else images.numbers_B
     different = zip(map(tuple, prompts), images_B, strict=True) if compact else range(len(rows))
     firsts, numbers = unique(list(different))
@@ -244,7 +252,7 @@ class ContinuousBatching:
         if not transcripts:
             return []
         with _keeping_weights(self.model()):
-            ids, _ = self.turn([row.prompt_ids + row.ids for row in transcripts], None, {}, sizes.group)
+            ids, _ = self.turn([row.all_ids for row in transcripts], None, {}, sizes.group)
         return [Sampled(list(row)) for row in ids]
 
 

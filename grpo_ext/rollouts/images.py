@@ -27,8 +27,7 @@ class ImageSource:
     def of_transcripts(self, transcripts: Sequence[Transcript]) -> RowImages | None:
         if self.prepare is None:
             return None
-        tokens_B = [t.context_ids.count(self.prepare.image_token) for t in transcripts]
-        return RowImages(_numbers(transcripts), lambda number: transcripts[number].images, self.prepare, tokens_B)
+        return RowImages(_numbers(transcripts), lambda number: transcripts[number].images, self.prepare)
 
     def columns_of(self, transcripts: Sequence[Transcript], masked: Sequence[bool]) -> dict[str, Column]:
         """The column that `of_batch` reads, if any; `masked` completions keep the images of their prompts only."""

@@ -138,7 +138,7 @@ def chat_of(view: TrainerView) -> Chat:
 
 
 def _placeholders(view: TrainerView) -> list[str]:
-    """The tokens that stand for an image, a video or a sound, as texts."""
+    """The texts of the tokens that stand for an image, a video or a sound."""
     config, kinds = view.policy.config, ("image", "video", "audio") if view.takes_images else ()
     ids = [getattr(config, f"{kind}_token_id", None) for kind in kinds]
     tokens = view.tokenizer.convert_ids_to_tokens([token for token in ids if isinstance(token, int)])

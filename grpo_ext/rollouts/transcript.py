@@ -98,6 +98,10 @@ class Transcript:
     tool_calls: int = 0
     tool_failures: int = 0
 
+    @property
+    def all_ids(self) -> list[int]:
+        return self.prompt_ids + self.ids
+
     def set_prompt(self, prompt: Any) -> None:
         self.prompt, self.images = prompt, images_in(prompt)
         self.prompt_images = len(self.images)
@@ -129,21 +133,21 @@ class Transcript:
 
     def prompt_alone(self) -> Transcript:
         """A copy without tokens of the completion, and so without images of tools."""
-        return replace(self, ids=[], mask=[], images=self.images[: self.prompt_images])
-
-    @property
-    def context_ids(self) -> list[int]:
-        """The tokens that the model did not sample."""
-        answers = (token for token, sampled in zip(self.ids, self.mask, strict=True) if not sampled)
-        return [*self.prompt_ids, *answers]
+        return replace(self, ids=[], images=self.images[: self.prompt_images])
 
     @property
     def experts(self) -> torch.Tensor | None:
         """The experts of prompt and completion; `LIVE` for what followed the last token that was sampled."""
         if self.experts_NC is None:
             return None
-        missing = len(self.prompt_ids) + len(self.ids) - len(self.experts_NC)  # below 0 if the completion is left out
+        missing = len(self.all_ids) - len(self.experts_NC)  # below 0 if the completion is left out
         return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=LIVE)
+
+
+def images_shown(transcripts: Sequence[Transcript]) -> list[list[Any] | None] | None:
+    """The images of each transcript, None for one without; None if there are no images at all."""
+    images = [transcript.images or None for transcript in transcripts]
+    return images if any(images) else None
 
 
 def share_prompt_experts(transcripts: Sequence[Transcript], num_generations: int) -> None:

@@ -16,7 +16,7 @@ from .engine import EngineSettings
 from .images import ImageSource
 from .join import Round, trl_columns
 from .local import LocalRollout
-from .transcript import TokenRecord
+from .transcript import TokenRecord, images_shown
 
 _GENERATED = 8
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
@@ -54,7 +54,6 @@ def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
     rows = local.transcripts
     names = ("prompt_ids", "ids", "mask", "completion", "logps")
     prompt_ids, ids, masks, completions, logps = ([getattr(row, name) for row in rows] for name in names)
-    images = [row.images or None for row in rows]
     tool_images = [row.images[row.prompt_images :] for row in rows] if local.has_mask else []
     return (
         prompt_ids,
@@ -63,7 +62,7 @@ def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
         completions,
         None if any(row is None for row in logps) else logps,
         local.extra_fields,
-        images if any(images) else None,
+        images_shown(rows),
         tool_images,
     )
 

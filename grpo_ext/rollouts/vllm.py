@@ -31,7 +31,7 @@ from ..runtime.collectives import gather_in_group
 from .engine_check import NEUTRAL
 from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
 from .keyed import most_kept, truncating
-from .transcript import Sampled, TokenRecord, Transcript
+from .transcript import Sampled, TokenRecord, Transcript, images_shown
 
 _BITS = (1 << 62) - 1  # of a server's signed 64-bit seed, to which the index of a completion is added
 SENT = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
@@ -55,17 +55,16 @@ class VllmEngine:
             refuse_unequal_shares("vLLM", len(transcripts), UNEQUAL_SHARES)
         if not transcripts:
             return []
-        images = [transcript.images or None for transcript in transcripts]
         seeds = seeds_of(transcripts, sizes.group) if self.seeded else None
         if seeds is not None and engines > 1:  # every rank of the group samples the rows of all ranks
             parts = gather_in_group(seeds, self.generation.tp_group, engines)
             seeds = [seed for part in parts for seed in part]
         llm = self.generation.llm
-        prompts = [transcript.prompt_ids + transcript.ids for transcript in transcripts]
+        prompts = [transcript.all_ids for transcript in transcripts]
         with assigned(llm, seeds=seeds, completions=[]):
             _, ids, logps, _ = self.generation.generate(
                 prompts=prompts,
-                images=images if any(images) else None,
+                images=images_shown(transcripts),
                 num_generations=sizes.group,
                 profiler=self.profile("vLLM.generate"),
             )
@@ -94,10 +93,10 @@ class VllmServer:
             return []
         settings, copies = self.generation, copies_of(transcripts, sizes.group)
         firsts = transcripts[::copies]
-        prompts = [transcript.prompt_ids + transcript.ids for transcript in firsts]
+        prompts = [transcript.all_ids for transcript in firsts]
         features = None
-        if any(transcript.images for transcript in firsts):
-            parts = self.client.image_features([transcript.images or None for transcript in firsts])
+        if (images := images_shown(firsts)) is not None:
+            parts = self.client.image_features(images)
             features = [settings._place_features(part, ids) for part, ids in zip(parts, prompts, strict=True)]
         options = {name: getattr(settings, name) for name in SENT}
         options |= {"min_p": 0.0 if settings.min_p is None else settings.min_p, "n": copies}

@@ -33,7 +33,7 @@ from .images import ImageSource
 from .keyed import request_keys
 from .local import GenerateCall, LocalRollout, RolloutSettings, SamplingSettings, TurnCall, UserCalls
 from .tools import continue_with
-from .transcript import Sampled, TokenRecord, Transcript, share_prompt_experts
+from .transcript import Sampled, TokenRecord, Transcript, images_shown, share_prompt_experts
 from .trl_shapes import take_generated, take_rollout
 
 
@@ -103,7 +103,7 @@ class RolloutWorker:
         if (tokenize := sampling.hooks.tokenize) is not None:
             ids = tokenize(prompts, [transcript.environment_name for transcript in different])
         else:
-            ids = [sampling.chat.of_row(t.row).tokenize([t.prompt], [t.environment_name])[0] for t in different]
+            ids = [sampling.chat.of_row(t.row).tokenize(t.prompt, t.environment_name) for t in different]
         if len(ids) != len(prompts):
             raise RolloutError(f"_tokenize_prompts returned ids of {len(ids)} prompts, not of all {len(prompts)}.")
         for prompt, prompt_ids in zip(prompts, ids, strict=True):
@@ -165,9 +165,8 @@ class RolloutWorker:
         for indices in [range(len(transcripts))] if sharded else cut_calls(transcripts, sizes):
             chunk = [transcripts[index] for index in indices]
             later = chunk[0].turns > 0
-            images = [row.images or None for row in chunk]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
-            arguments: tuple[Any, ...] = ([r.prompt_ids + r.ids for r in chunk], images if any(images) else None, {})
+            arguments: tuple[Any, ...] = ([r.all_ids for r in chunk], images_shown(chunk), {})
             with (
                 self.calls.running(TurnCall(chunk, sizes)) as call,
                 uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
@@ -240,7 +239,7 @@ class RolloutWorker:
         """The transcripts for a forward, without the tokens of completions that are masked out."""
         masked = local.settings.sampling.masked(local.transcripts)
         shown = [t.prompt_alone() if out else t for t, out in zip(local.transcripts, masked, strict=True)]
-        tokens = [token for t in shown for token in t.prompt_ids + t.ids]
+        tokens = [token for t in shown for token in t.all_ids]
         ids = torch.tensor(tokens, dtype=torch.long)
         images = self.images.of_transcripts(shown) if shown else None
         same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]

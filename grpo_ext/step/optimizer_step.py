@@ -224,7 +224,7 @@ class StepPlanner:
         forwards = self.forwards
         limits = self.limits if settings.training else self.eval_limits
         form = "padded" if any(rollout.gaps) else forwards.choice.form(model)
-        batching, multiple = forwards.padding(model, form)
+        batching, multiple = forwards.batching(model, form)
         layout = MicroBatchLayout(
             max_rows=limits.rows,
             max_tokens=limits.tokens,

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.support.architectures import MODELS
+from tests.support.architectures import MODELS, random_model
 
 CAUSAL = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 _MOST_WEIGHTS = 20_000_000
@@ -71,13 +71,7 @@ def shrunk(kind: str, seed: int = 0) -> Any:
         weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     if weights > _MOST_WEIGHTS:
         raise ValueError(f"it has {weights / 1e6:,.0f} million weights")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.data += 0.1 * torch.randn_like(parameter)
-    return model
+    return random_model(config, seed)
 
 
 def _settings(cls: Any) -> dict[str, Any]:

@@ -58,6 +58,17 @@ class RunningInEvaluation(Ema):
         return output if self.training else output - self.state
 
 
+class Shared(Ema):
+    """Reads what the module in the layer before moves in place: both hold one buffer."""
+
+    def move(self, hidden: torch.Tensor) -> None:
+        if self.moves:
+            self.state.lerp_(hidden.mean((0, 1)), 0.1)
+
+    def read(self, output: torch.Tensor) -> torch.Tensor:
+        return output if self.moves else output - self.state
+
+
 class Counter(Around):
     def move(self, hidden: torch.Tensor) -> None:
         self.state += 1
@@ -110,6 +121,18 @@ def test_it_can_be_trained_with_a_warning_and_then_depends_on_the_split(tmp_path
 
     assert error(update(16), update(4)) > DIFFERENT
     assert "does not cover this run: a training forward moves the buffer" in caplog.text
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_a_buffer_of_two_modules_is_refused_and_stays_as_it_was(tmp_path, reader):
+    model, state = tiny_model(), torch.zeros(32)
+    for number, layer in enumerate(model.model.layers[:2]):
+        layer.mlp = Shared(layer.mlp, state)
+        layer.mlp.moves = number != reader
+    with pytest.raises(SplitDependentError, match=r"moves the buffer \S*layers.0.mlp.state,"):
+        make(tmp_path, model).train()
+    assert all(layer.mlp.state is state for layer in model.model.layers[:2])
+    assert not state.any()
 
 
 @pytest.mark.parametrize("kind", [None, Counter, Cache])

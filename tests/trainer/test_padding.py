@@ -133,6 +133,23 @@ def test_packs_run_where_only_padding_is_wrong(tmp_path, caplog):
     assert "no packs" not in caplog.text
 
 
+def test_packs_of_such_a_model_have_the_units_of_training_in_rollouts_too(tmp_path):
+    """In bitwise mode, where old log-probabilities are those of the first pass bit for bit."""
+    settings = {"bitwise_invariant": True, "num_iterations": 2, "skip_zero_contribution": False, "max_steps": 1}
+    trainer = make(tmp_path, wrong_under_padding_alone(), **settings)
+    trainer._forwards.choose_forms(trainer._view.models)
+    packs: dict[bool, set[int]] = {True: set(), False: set()}
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        if TARGETS in kwargs:
+            packs[torch.is_grad_enabled()].add(kwargs["input_ids"].numel())
+
+    trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+    trainer.train()
+    assert packs[True] == packs[False]
+    assert len(packs[True]) <= 4  # of a group each, not of a completion
+
+
 def test_a_model_that_padding_does_not_change_keeps_its_form_and_the_plan_says_what_others_cost(tmp_path, caplog):
     trainer = ran(make(tmp_path / "right", forward="padded", max_steps=1))
     assert trainer._forwards.choice.batching(trainer.model) == "any"

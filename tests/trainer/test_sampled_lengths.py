@@ -52,7 +52,7 @@ def test_prompts_are_sampled_as_if_each_were_alone(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", few_of(("recurrent_gemma", "shift"), ("shift",)))
-def test_prompts_that_are_padded_are_sampled_from_other_distributions(tmp_path, monkeypatch, kind):
+def test_prompts_that_are_padded_are_sampled_from_different_distributions(tmp_path, monkeypatch, kind):
     sizes = BatchGeometry.chunk_sizes
     monkeypatch.setattr(BatchGeometry, "chunk_sizes", lambda self, group, batching: sizes(self, group))
     (completions, difference), (others, _) = (sampled(tmp_path / str(n), kind, **CALLS[n]) for n in range(2))
@@ -63,7 +63,7 @@ def test_prompts_that_are_padded_are_sampled_from_other_distributions(tmp_path, 
 @pytest.mark.parametrize("kind", ["rwkv", "recurrent_gemma"])
 def test_prompts_of_one_length_are_not_always_sampled_as_if_each_were_alone(tmp_path, monkeypatch, kind):
     # a step of RWKV's decoding mixes rows; RecurrentGemma's states are not in the cache that compact decoding reorders
-    monkeypatch.setattr(TransformersEngine, "_mixes_rows", lambda self, model, config: False)
+    monkeypatch.setattr(TransformersEngine, "_mixes_rows", lambda self, *args: False)
     if kind == "recurrent_gemma":
         monkeypatch.setattr(engine, "replace", lambda settings, **changes: replace(settings, **changes | COMPACT))
     assert sampled(tmp_path, kind)[1] > DIFFERENT

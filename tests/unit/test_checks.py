@@ -10,8 +10,8 @@ from torch import nn
 from transformers import GPT2Config, LlamaConfig
 
 from grpo_ext.checks.data import check_prompt_lengths, check_prompts
-from grpo_ext.checks.model import disable_random_parts, random_parts, refuse, split_dependence
-from grpo_ext.errors import DataError, SplitDependentError
+from grpo_ext.checks.model import disable_random_parts, random_parts, split_dependence
+from grpo_ext.errors import DataError, SplitDependentError, refuse_split_dependence
 from tests.support.tiny import tiny_model
 
 
@@ -59,7 +59,7 @@ def test_all_split_dependent_parts_are_reported_together():
     model = nn.Module()
     model.inner, model.drop = nn.Sequential(nn.LayerNorm(4), nn.SyncBatchNorm(4)), nn.Dropout(0.25)
     with pytest.raises(SplitDependentError) as caught:
-        refuse(split_dependence(model, 3.0), allow=False)
+        refuse_split_dependence(split_dependence(model, 3.0), allow=False)
     for part in (
         "drop (Dropout): p=0.25",
         "set disable_dropout=True",
@@ -68,8 +68,9 @@ def test_all_split_dependent_parts_are_reported_together():
         "allow_split_dependent=True",
     ):
         assert part in str(caught.value)
-    assert len(refuse(split_dependence(model, 3.0), allow=True)) == 3
-    assert refuse(split_dependence(nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4)), 0.0), allow=False) == []
+    assert len(refuse_split_dependence(split_dependence(model, 3.0), allow=True)) == 3
+    independent = nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4))
+    assert refuse_split_dependence(split_dependence(independent, 0.0), allow=False) == []
 
 
 @pytest.mark.parametrize(

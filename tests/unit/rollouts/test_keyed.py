@@ -181,7 +181,7 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), max_size=20), st.integers(1, 9))
-def test_rows_of_other_lengths_are_sampled_by_other_calls(lengths, size):
+def test_rows_of_different_lengths_are_sampled_by_different_calls(lengths, size):
     # in later turns too, where completions have grown
     rows = [Transcript({}, 0, n, prompt_ids=[5] * p, ids=[6] * c) for n, (p, c) in enumerate(lengths)]
     calls = cut_calls(rows, ChunkSizes(1, size, size, "equal_lengths"))
