@@ -33,7 +33,6 @@ from ..rollouts.vllm import SENT
 from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
-from ..step.gradients import refuse_gradient_hooks
 from ..view import TrainerView
 from . import model as models
 from . import settings
@@ -238,7 +237,6 @@ def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
 def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[str]) -> None:
     """Warn of what the promise leaves out; refuse parts that were replaced since the trainer was built."""
     refuse_overrides(view)
-    refuse_gradient_hooks(view.model, shards_parameters(view.accelerator))
     if view.args.bitwise_invariant:
         check_bitwise(view, rollouts)
     settings.check_replay(view)

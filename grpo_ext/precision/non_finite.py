@@ -5,7 +5,7 @@ gradient, was not finite, before the optimizer acts on it; and before weights ar
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,18 +24,14 @@ def is_finite(value: Any) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in _tensors(value))
 
 
-def bad_weight(model: torch.nn.Module) -> str | None:
-    return next((name for name, parameter in model.named_parameters() if not is_finite(parameter.detach())), None)
-
-
 @torch.no_grad()
 def bad_weights(model: torch.nn.Module) -> list[str]:
-    """The trained weights of which this process's part is not finite; found without a copy of them."""
+    """Names of trained weights that are not finite, in the part that this process holds; they are not copied."""
     parts = [(name, local_part(p)) for name, p in model.named_parameters() if p.requires_grad]
     return [name for name, part in parts if part.numel() and not torch.linalg.vector_norm(part, torch.inf).isfinite()]
 
 
-def refuse_bad_weights(model: torch.nn.Module, before: Sequence[str], step: int) -> None:
+def refuse_bad_weights(model: torch.nn.Module, before: Collection[str], step: int) -> None:
     """Raise a PrecisionError where trained weights became not finite, on all processes together."""
     with together("the trained weights"):
         if names := [name for name in bad_weights(model) if name not in before]:
@@ -68,9 +64,11 @@ def first_module(model: torch.nn.Module, backward: bool = False) -> Iterator[lis
         yield first
 
 
-def explanation(weight: str | None, module: str | None, fp16: bool) -> str:
-    if weight is not None:
-        return f"the parameter {weight} is not finite; resume from an earlier checkpoint, with a lower learning rate"
+def explanation(model: torch.nn.Module, module: str | None, fp16: bool) -> str:
+    if weights := bad_weights(model):
+        return (
+            f"the parameter {weights[0]} is not finite; resume from an earlier checkpoint, with a lower learning rate"
+        )
     advice = (
         "float16 holds numbers up to 65504, and no loss scale can fix a forward pass: use bf16=True or float32"
         if fp16

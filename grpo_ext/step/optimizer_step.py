@@ -19,7 +19,7 @@ from accelerate.utils.memory import clear_device_cache
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..errors import MemoryShortageError, PrecisionError
 from ..forward.runner import ForwardRunner
-from ..precision.non_finite import bad_weight, explanation, first_module
+from ..precision.non_finite import explanation, first_module
 from ..rollouts.batch import RolloutBatch
 from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
@@ -101,11 +101,10 @@ class Attempt:
     def end(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
         """Raise where the loss is not finite (`run` finds where that began); fill the record of a step run again."""
         if not math.isfinite(loss):
-            forwards, places = self.forwards, self._places(step, run)
-            weight = None if forwards.sharded else bad_weight(forwards.accelerator.unwrap_model(self.model))
-            module = places[min(places)] if places else None
+            forwards, modules = self.forwards, self._first_modules(step, run)
+            policy, module = forwards.accelerator.unwrap_model(self.model), next(iter(modules.values()), None)
             raise PrecisionError(
-                f"the loss of step {number} is {loss}: {explanation(weight, module, forwards.args.fp16)}."
+                f"the loss of step {number} is {loss}: {explanation(policy, module, forwards.args.fp16)}."
             )
         if self.record is not None:
             self.record.take(self, step, run)
@@ -118,8 +117,10 @@ class Attempt:
             for micro_batch in again.micro_batches(step):
                 run(micro_batch)
         if again.shortage is not None:
-            what = "another run, to find what is not finite," if self.record is None else "its record"
-            raise MemoryShortageError(f"the step fits into memory, and {what} does not ({again.shortage}).")
+            raise MemoryShortageError(
+                "the step fits into memory, and another run of it, for its record or to find what is not finite, does "
+                f"not ({again.shortage})."
+            )
 
     def check_gradient(self, norm: float | None) -> None:
         """Raise a PrecisionError where the norm of the step's gradient is not finite, on all processes together.
@@ -130,21 +131,21 @@ class Attempt:
         if norm is None or 0 <= norm < math.inf or self.forwards.accelerator.mixed_precision == "fp16":
             return
         number, step, run = self._ended
-        places = self._places(step, run, backward=True)
+        modules = self._first_modules(step, run, backward=True)
         cause = "that of each completion by itself is finite, so their sum, or its norm, overflows"
-        if places:
-            rows, prompts = sorted(places), sorted({self.rollout.groups[row] for row in places})
+        if modules:
+            rows, prompts = [*modules], sorted({self.rollout.groups[row] for row in modules})
             cause = (
                 f"it comes from the completions {rows} of the step (prompts {prompts} of the rollout batch), counted "
-                f"from 0, and is first seen at the output of {places[rows[0]]}; at the whole model's it is that of the "
-                "loss. Look at the advantages and importance ratios there, and at a loss of your own"
+                f"from 0, and is first seen at the output of {modules[rows[0]]}; at the whole model's it is that of "
+                "the loss. Look at the advantages and importance ratios there, and at a loss of your own"
             )
         raise PrecisionError(f"the norm of the gradient of step {number} is {norm}: {cause}.")
 
-    def _places(
+    def _first_modules(
         self, step: StepContext, run: Callable[[LossInputs], torch.Tensor], backward: bool = False
     ) -> dict[int, str]:
-        """Run the completions one by one again: the first module that is not finite, by completions that have one."""
+        """Run the completions one by one again; by row of the step, the first module where one is not finite."""
         accelerator, (first, *_) = self.forwards.accelerator, self.plan.micro_batches
         parts = [MicroBatch((row,)) for part in self.plan.micro_batches if part.weight for row in part.rows]
         # where a forward or an override is a collective, every process runs as many
@@ -163,7 +164,7 @@ class Attempt:
 
         with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
             self.run_again(step, parts, look)
-        return dict(gather_lists(found))
+        return dict(sorted(gather_lists(found)))
 
 
 @dataclass
@@ -176,7 +177,8 @@ class StepPlanner:
     metrics: dict[str, MutableMapping[str, list[float]]]  # that TRL logs, of training and of evaluations
     eval_limits: MicroBatchLimits = field(init=False)
     record: StepRecord | None = field(default=None, init=False)  # of the step that is run again
-    latest: Attempt | None = field(default=None, init=False)
+    # of the step that ran last; a user's own `training_step` may run none
+    check_gradient: Callable[[float | None], None] = field(default=lambda norm: None, init=False)
 
     def __post_init__(self) -> None:
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
@@ -190,10 +192,8 @@ class StepPlanner:
             kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
             gradients = kind(accelerator.unwrap_model(model), accelerator)
         for number in itertools.count():
-            logged = {
-                mode: {name: len(values) for name, values in lists.items()} for mode, lists in self.metrics.items()
-            }
-            self.latest = attempt = Attempt(
+            logged = {mode: {name: [*values] for name, values in lists.items()} for mode, lists in self.metrics.items()}
+            attempt = Attempt(
                 model=model,
                 rollout=rollout,
                 settings=settings,
@@ -204,21 +204,15 @@ class StepPlanner:
                 gradients=gradients,
                 record=self.record if settings.training else None,
             )
+            self.check_gradient = attempt.check_gradient
             yield attempt
             if attempt.shortage is None:
                 return
             for mode, lists in self.metrics.items():  # an override logs again
-                for name in [*lists]:
-                    del lists[name][logged[mode].get(name, 0) :]
-                    if name not in logged[mode]:
-                        del lists[name]
+                lists.clear()
+                lists.update(logged[mode])
             clear_device_cache(garbage_collection=True)
             self._shrink(attempt, number)
-
-    def check_gradient(self, norm: float | None) -> None:
-        """Check the norm of the gradient of the step that ran last; a user's own `training_step` may run none."""
-        if self.latest is not None:
-            self.latest.check_gradient(norm)
 
     def _planned(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> StepPlan:
         forwards = self.forwards
