@@ -13,7 +13,6 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 
 from ..errors import ModelError
-from ..runtime.attributes import assigned
 from ..runtime.collectives import from_main_process
 from ..view import TrainerView
 from .fingerprint import check_same_run, plain, saved_identity
@@ -21,9 +20,7 @@ from .fingerprint import check_same_run, plain, saved_identity
 logger = get_logger(__name__)
 
 # entries of a group that a schedule moves, or that say how a step is computed, not what it is
-_NOT_COMPARED = {
-    *("lr", "initial_lr", "params", "param_names", "foreach", "fused", "capturable", "differentiable"),
-}
+_NOT_COMPARED = {"lr", "initial_lr", "params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
 def check_weights(optimizer: Any, model: torch.nn.Module) -> None:
@@ -77,26 +74,16 @@ class RunOptimizer:
             self._described = _described(optimizer, self.view.policy)
         return self._described | ({} if schedule is None else {"lr_scheduler": type(schedule).__qualname__})
 
-    def _changes(self, checkpoint: str) -> dict[str, tuple[Any, Any]]:
-        """The allowed differences from the checkpoint's; a CheckpointError for any other."""
+    def _compare(self, checkpoint: str) -> None:
         saved, current = saved_identity(checkpoint), {"model": {}, "settings": {}, **self.identity()}
         if "optimizer.class" not in saved:
             logger.warning_once(
                 f"{checkpoint} does not name its optimizer (an earlier version, or another trainer, wrote it), so its "
                 "state is loaded into this one without a comparison."
             )
-        return check_same_run(checkpoint, saved, current, self.view.args.allow_changed_on_resume or ())
+        check_same_run(checkpoint, saved, current, allowed=())
 
     def load(self, checkpoint: str, load: Callable[[str], None]) -> None:
-        """Load the states in a checkpoint; a schedule of another class, where allowed, begins at its start."""
-        changes = from_main_process(self.view.accelerator, lambda: self._changes(checkpoint))
-        if not changes:
-            load(checkpoint)
-            return
-        old, new = changes["lr_scheduler"]
-        logger.warning(f"The schedule was {old} in {checkpoint} and is {new} now, as allowed; it begins at its start.")
-        before = [dict(group) for group in self.view.optimizer.param_groups]
-        with assigned(self.view.lr_scheduler, load_state_dict=lambda state: None):
-            load(checkpoint)
-        for group, start in zip(self.view.optimizer.param_groups, before, strict=True):
-            group.update(start)
+        """Load the states in a checkpoint, once they are those of this optimizer and this schedule."""
+        from_main_process(self.view.accelerator, lambda: self._compare(checkpoint))
+        load(checkpoint)
