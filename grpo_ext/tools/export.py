@@ -181,12 +181,6 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
     merged = with_adapter.merge_and_unload()
     _check_logits(_logits(merged), logits)
     merged.to(getattr(torch, dtype or stored)).save_pretrained(folder)
-    written = type(merged).from_pretrained(folder, dtype="auto").state_dict()
-    for name, weight in merged.state_dict().items():
-        if not torch.equal(weight, written[name].to(weight.dtype)):
-            raise CheckpointError(
-                f"{type(merged).__name__} does not load {name} as it was merged and written; export only the adapter."
-            )
     return "merged adapter"
 
 
