@@ -28,7 +28,7 @@ from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .components import Components
 from .config import GRPOConfig
 from .errors import ConfigError
-from .forward.architecture import base_model_of, uncompiled
+from .forward.architecture import base_model_of
 from .forward.quantised import train_in_float32, trained_values
 from .forward.reference import reference_loader, use_fixed_models
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
@@ -101,7 +101,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.verify_overrides(GRPOTrainer)
         show_messages()
         config = GRPOConfig.for_model(args, model)
-        model, self._compiler = uncompiled(model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
         reward_funcs = check_teacher(config, model, teacher_model, processing_class, reward_funcs, environment_factory)
@@ -160,7 +159,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if training:
             self._keeper.optimizer.identity()
         model = super()._wrap_model(model, training, dataloader)
-        return replicate(self.accelerator, model, self._compiler) if training else model
+        return replicate(self.accelerator, model) if training else model
 
     @property
     def geometry(self) -> BatchGeometry:

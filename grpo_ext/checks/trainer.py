@@ -57,8 +57,8 @@ def check_arguments(
     if isinstance(model, str):
         models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
+        models.refuse_compiled(model)
         models.check_causal_lm(model)
-        models.refuse_compiled_parts(model)
         if config.rollout_lag:
             refuse_replaced_forward(model, by_user=True)
     if factories is None:

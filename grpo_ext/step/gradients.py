@@ -16,11 +16,10 @@ hooks on gradients run once, on the gradient of the step: what they return need 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, is_compiled_module
+from accelerate.utils import DistributedType
 
 from ..errors import ConfigError
 from ..precision.fixed_point import FixedPointSum, check_terms
@@ -30,22 +29,17 @@ from ..runtime.attributes import assigned
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark
 
 
-def replicate(
-    accelerator: Accelerator, model: torch.nn.Module, compiler: Callable[[Any], Any] | None
-) -> torch.nn.Module:
+def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
     """Prepare a model that every process holds whole, with the main process's weights; return any other unchanged.
 
-    Accelerate would wrap it in DDP, whose buckets need the memory of another gradient. `compiler`: torch's, of a model
-    that a user has compiled.
+    Accelerate would wrap it in DDP, whose buckets need the memory of another gradient.
     """
-    several = accelerator.num_processes > 1 and not collectives.shards_parameters(accelerator)
-    if not (several or compiler is not None) or hasattr(model, _PREPARED):
+    if accelerator.num_processes == 1 or collectives.shards_parameters(accelerator) or hasattr(model, _PREPARED):
         return model
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    if several:
-        collectives.copy_from_main_process(model, accelerator.device)
+    collectives.copy_from_main_process(model, accelerator.device)
     setattr(model, _PREPARED, True)  # `accelerator.prepare` returns it as it is
-    return model if compiler is None or is_compiled_module(model) else compiler(model)
+    return model
 
 
 def refuse_gradient_hooks(model: torch.nn.Module, sharded: bool) -> None:

@@ -191,7 +191,7 @@ def test_a_schedule_of_another_class_is_refused_whatever_may_change(tmp_path):
     """It would read the state of the other one, and become a mixture of the two."""
     steps(tmp_path).train()
     parts = {"schedule": ConstantLR, "allow_changed_on_resume": ["lr_scheduler"]}
-    with pytest.raises(CheckpointError, match="lr_scheduler: .* Put these back, or start a new run"):
+    with pytest.raises(CheckpointError, match=r"lr_scheduler: .* Put these back, or start a new run"):
         steps(tmp_path / "b", **parts).train(str(tmp_path / "checkpoint-1"))
 
 

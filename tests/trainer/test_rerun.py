@@ -316,7 +316,7 @@ def test_a_rerun_that_fails_leaves_nothing_on_the_trainer(tmp_path, monkeypatch)
     trainer = make(folder, **SHORT)
     take = StepRecord.take
     monkeypatch.setattr(StepRecord, "take", lambda record, *args: take(record, *args[:2], failing))
-    with pytest.raises(MemoryShortageError, match="for its record or .* does not"):
+    with pytest.raises(MemoryShortageError, match=r"for its record or .* does not"):
         trainer.rerun(5, gradients=True)
     assert trainer._step_planner.record is None
     assert not checkpoints(folder / "rerun" / "step-5")

@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
-    LlamaForCausalLM,
 )
 
 from grpo_ext.errors import CheckpointError, ConfigError
