@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -134,7 +134,7 @@ def checkpoints_layers(model: Any) -> bool:
 
 @contextmanager
 def checkpointing_layers(model: Any, kwargs: Mapping[str, Any] | None) -> Iterator[None]:
-    """Inside, gradient checkpointing is on with these arguments of the Trainer's, or off (None); then as before."""
+    """Inside, gradient checkpointing is on with these arguments of the Trainer, or off (None); afterwards as before."""
     off = {"gradient_checkpointing": False, "_gradient_checkpointing_func": None}
     with ExitStack() as restored:
         for module in model.modules():
@@ -182,7 +182,7 @@ def hiding_old_names() -> Iterator[None]:
     One entry comes and goes. `catch_warnings` would drop filters that others set meanwhile, on any thread, and each
     change that it makes lets Python show every warning again.
     """
-    filters = cast(list[Any], warnings.filters)
+    filters: Any = warnings.filters
     filters.insert(0, _OLD_NAMES)
     try:
         yield

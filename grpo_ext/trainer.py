@@ -418,7 +418,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self._keeper.optimizer.load(str(checkpoint), super()._load_optimizer_and_scheduler)
+        self._keeper.compare()  # `create_optimizer` may have built them since the checkpoint was read
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):

@@ -90,7 +90,7 @@ def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
     for number, (prompt, kwargs) in rows:
         try:
             chat.check(prompt)
-            # roles in their order, what messages have, and settings are all that a template can treat in another way
+            # roles in their order, what messages have, and settings are all that a template can treat differently
             messages = () if isinstance(prompt, str) else prompt
             kind = str(kwargs), *((m["role"], *((name, type(m[name])) for name in m)) for m in messages)
             if kind not in kinds or any(token in str(prompt) for token in unknown):

@@ -5,7 +5,7 @@ gradient, was not finite, before the optimizer acts on it; and before weights ar
 """
 
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -31,10 +31,10 @@ def bad_weights(model: torch.nn.Module) -> list[str]:
     return [name for name, part in parts if part.numel() and not torch.linalg.vector_norm(part, torch.inf).isfinite()]
 
 
-def refuse_bad_weights(model: torch.nn.Module, before: Collection[str], step: int) -> None:
-    """Raise a PrecisionError where trained weights became not finite, on all processes together."""
+def refuse_bad_weights(model: torch.nn.Module, at_start: Collection[str], step: int) -> None:
+    """Raise a PrecisionError where trained weights are no longer finite, on all processes together."""
     with together("the trained weights"):
-        if names := [name for name in bad_weights(model) if name not in before]:
+        if names := [name for name in bad_weights(model) if name not in at_start]:
             raise PrecisionError(
                 f"after step {step} trained weights are not finite, {names[0]} and {len(names) - 1} others, so no "
                 "checkpoint of them is written; resume from an earlier one, with a lower learning_rate."
@@ -43,9 +43,9 @@ def refuse_bad_weights(model: torch.nn.Module, before: Collection[str], step: in
 
 @contextmanager
 def first_module(model: torch.nn.Module, backward: bool = False) -> Iterator[list[str]]:
-    """Inside, the list gets the first module with finite inputs and another output; inner first.
+    """Inside, the list gets the first module whose inputs are finite and whose output is not; inner modules first.
 
-    In a backward pass: of every module whose output has a gradient that is not finite, from the loss on.
+    With `backward` it gets every module whose output has a gradient that is not finite, from the loss on.
     """
     first: list[str] = []
 
@@ -64,7 +64,7 @@ def first_module(model: torch.nn.Module, backward: bool = False) -> Iterator[lis
         yield first
 
 
-def explanation(model: torch.nn.Module, module: str | None, fp16: bool) -> str:
+def explanation(model: torch.nn.Module, modules: Sequence[str], fp16: bool) -> str:
     if weights := bad_weights(model):
         return (
             f"the parameter {weights[0]} is not finite; resume from an earlier checkpoint, with a lower learning rate"
@@ -74,8 +74,8 @@ def explanation(model: torch.nn.Module, module: str | None, fp16: bool) -> str:
         if fp16
         else "check that the model's inputs and weights are of ordinary size"
     )
-    if module is not None:
-        return f"the forward pass overflowed, first in {module}; {advice}"
+    if modules:
+        return f"the forward pass overflowed, first in {modules[0]}; {advice}"
     return (
         f"every module's output is finite, but the loss is not: rewards, importance ratios or a KL term are too large; "
         f"{advice}"

@@ -151,8 +151,7 @@ class TransformersEngine:
                 raise
             with first_module(model) as first, contextlib.suppress(PrecisionError):
                 sample_chunk(model, *arguments)
-            module = first[0] if first else None
-            raise PrecisionError(f"{error}: {explanation(model, module, settings.fp16)}.") from None
+            raise PrecisionError(f"{error}: {explanation(model, first, settings.fp16)}.") from None
 
 
 def _agree(one: Sampled, other: Sampled, most: float) -> bool:

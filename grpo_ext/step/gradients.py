@@ -46,7 +46,7 @@ def refuse_gradient_hooks(model: torch.nn.Module, sharded: bool) -> None:
     """Refuse hooks on the gradients of parameters that cannot wait for the gradient of the step."""
     for name, parameter in model.named_parameters():
         late = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-        users = [hook for hook in late if not str(getattr(hook, "__module__", "")).startswith("deepspeed.")]
+        users = [hook for hook in late if not str(hook.__module__).startswith("deepspeed.")]
         if users or (sharded and parameter._backward_hooks):
             raise ConfigError(
                 f"a hook on the gradient of {name} would run during the backward pass, before the step's gradient is "
@@ -102,7 +102,7 @@ class NativeGradients:
                 for hook in [*hooks.values()]:
                     returned = hook(gradient)
                     gradient = gradient if returned is None else returned
-                # a hook may draw random numbers; the sum with -0.0 has the bits of the other term
+                # a hook may draw random numbers; adding -0.0 changes no bit
                 parameter.grad = gradient * scale if accelerator.is_main_process else torch.full_like(gradient, -0.0)
                 hooked.append(parameter.grad)
         if accelerator.num_processes > 1:

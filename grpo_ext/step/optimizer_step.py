@@ -101,11 +101,9 @@ class Attempt:
     def end(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
         """Raise where the loss is not finite (`run` finds where that began); fill the record of a step run again."""
         if not math.isfinite(loss):
-            forwards, modules = self.forwards, self._first_modules(step, run)
-            policy, module = forwards.accelerator.unwrap_model(self.model), next(iter(modules.values()), None)
-            raise PrecisionError(
-                f"the loss of step {number} is {loss}: {explanation(policy, module, forwards.args.fp16)}."
-            )
+            forwards, modules = self.forwards, [*self._first_modules(step, run).values()]
+            cause = explanation(forwards.accelerator.unwrap_model(self.model), modules, forwards.args.fp16)
+            raise PrecisionError(f"the loss of step {number} is {loss}: {cause}.")
         if self.record is not None:
             self.record.take(self, step, run)
         self._ended = number, step, run
@@ -127,7 +125,7 @@ class Attempt:
 
         The completions run one by one again, to find those that it comes from. In fp16 the loss scaler decides.
         """
-        # for such a norm DeepSpeed has -1 or infinity
+        # DeepSpeed reports such a norm as -1 or infinity
         if norm is None or 0 <= norm < math.inf or self.forwards.accelerator.mixed_precision == "fp16":
             return
         number, step, run = self._ended
@@ -137,8 +135,8 @@ class Attempt:
             rows, prompts = [*modules], sorted({self.rollout.groups[row] for row in modules})
             cause = (
                 f"it comes from the completions {rows} of the step (prompts {prompts} of the rollout batch), counted "
-                f"from 0, and is first seen at the output of {modules[rows[0]]}; at the whole model's it is that of "
-                "the loss. Look at the advantages and importance ratios there, and at a loss of your own"
+                f"from 0, and is first seen at the output of {modules[rows[0]]}; at that of the whole model, the loss "
+                "made it. Look at the advantages and importance ratios there, and at a loss of your own"
             )
         raise PrecisionError(f"the norm of the gradient of step {number} is {norm}: {cause}.")
 
