@@ -178,7 +178,7 @@ def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
 
     if readable and has_readable_prompts(dataset):
         longest = view.max_completion_length or NEW_TOKENS
-        for model in [model for model in (view.model, view.teacher_model) if model is not None]:
+        for model in view.models:
             check_prompt_lengths(iterate_column(dataset), lengths, base_model_of(model).config, longest)
     dependent = settle_rope(
         [base_model_of(model) for model in view.models], lambda: _longest_sequence(view, lengths) if readable else None

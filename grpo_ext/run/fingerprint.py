@@ -171,16 +171,13 @@ def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def model_fingerprint(
-    model: torch.nn.Module, others: Mapping[str, torch.nn.Module] | None = None, whole: bool = True
-) -> dict[str, Any]:
+def model_fingerprint(model: torch.nn.Module, others: Mapping[str, torch.nn.Module], whole: bool) -> dict[str, Any]:
     """Class, configuration, adapters, and hashes of the weights.
 
     "sha256" covers names, shapes and types of all weights, "frozen" the values of those that checkpoints do not hold,
     such as those of the `others`, by the names of these models; None where this process does not hold them `whole`.
     """
     config: Any = getattr(base_model_of(model), "config", None)
-    others = others or {}
     frozen = None
     if whole:
         fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]

@@ -179,7 +179,7 @@ class FixedPointGradients(NativeGradients):
 
 @contextmanager
 def accumulating(
-    accelerator: Accelerator, gradients: NativeGradients | None, count: int, meets: bool = False
+    accelerator: Accelerator, gradients: NativeGradients | None, count: int, meets: bool
 ) -> Iterator[Callable[..., None]]:
     """A context for the backward passes of a step, which it yields; at its end one sum over the processes.
 

@@ -64,7 +64,7 @@ class Attempt:
                 yield
         except RuntimeError as error:
             if meets and is_out_of_memory(error):
-                raise shortage_of_one("a step", str(error), forwards.args.sequence_parallel_size) from None
+                raise shortage_of_one(str(error), forwards.args.sequence_parallel_size) from None
             raise
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
