@@ -48,7 +48,7 @@ from .runtime.messages import show_messages
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
-from .step.settings import loss_config_of, next_entropy_coefficient, step_settings_of
+from .step.settings import loss_config_of, next_entropy_coefficient
 from .step.statistics import log_values
 from .view import TrainerView
 
@@ -197,19 +197,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         completions = self._prepare_inputs(inputs)
-        settings = step_settings_of(self._view)
-        for attempt in self._step_planner.attempts(model, completions, settings):  # smaller where memory runs out
+        for attempt in self._step_planner.attempts(model, completions):  # smaller where memory runs out
             with attempt.running():
-                step = attempt.measure(self.model)  # the denominators, before any forward with gradients
+                attempt.measure(self.model)  # the denominators, before any forward with gradients
                 sums = attempt.gradients, len(attempt.plan.micro_batches), self._forwards.collective_forward
                 with accumulating(self.accelerator, *sums) as backward:  # at its end one sum over the processes
-                    for micro_batch in self._with_events(attempt.micro_batches(step)):
+                    for micro_batch in self._with_events(attempt.micro_batches()):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
-                            backward(self._loss_of(model, micro_batch), attempt.counts(micro_batch.part))
-        values = log_values(attempt.plan, step.metrics, self._clock.take())
+                            backward(attempt.run(micro_batch), attempt.counts(micro_batch.part))
+        values = log_values(attempt.plan, attempt.step.metrics, self._clock.take())
         loss = self._log_step(values)
-        attempt.end(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
-        self._keeper.note_step(loss, values, step.counts, len(attempt.plan.rows))
+        attempt.end(loss)
+        self._keeper.note_step(loss, values, attempt.step.counts, len(attempt.plan.rows))
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
@@ -228,12 +227,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         with torch.no_grad(), pinned(self.args.pinned_threads), self._clock.stopped():
             completions = self._prepare_inputs(inputs)
-            for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
+            for attempt in self._step_planner.attempts(self.model, completions):
                 with attempt.running():
-                    step = attempt.measure(self.model)
-                    for micro_batch in self._with_events(attempt.micro_batches(step)):
-                        self._loss_of(self.model, micro_batch)
-            return torch.tensor(self._log_step(step.metrics.reduce()), device=self.accelerator.device), None, None
+                    attempt.measure(self.model)
+                    for micro_batch in self._with_events(attempt.micro_batches()):
+                        attempt.run(micro_batch)
+            loss = self._log_step(attempt.step.metrics.reduce())
+            return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
         self,

@@ -5,9 +5,10 @@ forward, and the number of micro-batches may differ between processes. `StepPlan
 and plans attempts with them; `training_step` runs them.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,10 +26,11 @@ from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import gather_lists, max_over_processes, together, uneven_collectives
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
+from ..view import TrainerView
 from .gradients import FixedPointGradients, NativeGradients, refuse_gradient_hooks
 from .inputs import Collation, LossInputs, collate
 from .record import StepRecord
-from .settings import StepSettings
+from .settings import StepSettings, step_settings_of
 from .statistics import MicroBatchStatistics, StepContext, StepMetrics, StepPlan, count_step, loss_mask, set_statistics
 
 logger = get_logger(__name__)
@@ -41,14 +43,16 @@ class Attempt:
     model: Any  # as the loop calls it
     rollout: RolloutBatch  # the completions of the step, those of all processes
     settings: StepSettings
+    number: int  # of the step, from 1
+    run: Callable[[LossInputs], torch.Tensor]  # computes a micro-batch's part of the loss
     plan: StepPlan
     forwards: ForwardRunner
     collation: Collation
     clock: PhaseClock
-    gradients: NativeGradients | None = None  # None where an engine (FSDP, DeepSpeed) adds them up
-    record: StepRecord | None = None  # where the step is run again
+    gradients: NativeGradients | None  # None where an engine (FSDP, DeepSpeed) adds them up
+    record: StepRecord | None  # where the step is run again
     shortage: str | None = None  # why memory ran out, on this process or another
-    _ended: tuple[int, StepContext, Callable[[LossInputs], Any]] = field(init=False)  # arguments of `end`
+    step: StepContext = field(init=False)  # set by `measure`
     _current: MicroBatch = field(default=MicroBatch(()), init=False)
 
     @contextmanager
@@ -71,54 +75,53 @@ class Attempt:
             if self.gradients is not None:
                 self.gradients.discard()
 
-    def measure(self, model: Any) -> StepContext:
+    def measure(self, model: Any) -> None:
         """Count the step, and measure what its loss needs, before any gradient."""
         settings, accelerator, top_k = self.settings, self.forwards.accelerator, self.settings.experts_per_token
-        step = count_step(self.rollout, StepMetrics(accelerator.device, counted=self.forwards.is_first), top_k)
+        metrics = StepMetrics(accelerator.device, counted=self.forwards.is_first)
+        self.step = step = count_step(self.rollout, metrics, top_k)
         step.record = self.record.add if self.record is not None and self.forwards.is_first else None
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
-            return step
+            return
         measured: list[MicroBatchStatistics] = []
         with self.forwards.without_gradients(accelerator.unwrap_model(self.model)):
-            for micro_batch in self.micro_batches(step):
+            for micro_batch in self.micro_batches():
                 columns = micro_batch.columns
                 scores = self.forwards.micro_batch_log_probs(model, columns, micro_batch.rows, settings.router)
                 mask_BT = loss_mask(columns)
                 experts = None if scores.router is None else scores.router.statistics(top_k)
                 measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies, mask_BT, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)
-        return step
 
-    def micro_batches(self, step: StepContext) -> Iterator[LossInputs]:
+    def micro_batches(self) -> Iterator[LossInputs]:
         for part in self.plan.micro_batches:
             self._current = part
-            yield collate(self.rollout, part, step, self.collation, self.settings)
+            yield collate(self.rollout, part, self.step, self.collation, self.settings)
 
     def counts(self, part: MicroBatch) -> bool:
         """Whether parameters that a micro-batch uses take part; where nothing adds, its filler stands for the step."""
         return bool(part.weight) or not self.plan.rows
 
-    def end(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
-        """Raise where the loss is not finite (`run` finds where that began); fill the record of a step run again."""
+    def end(self, loss: float) -> None:
+        """Raise a PrecisionError where the loss is not finite; fill the record of a rerun."""
         if not math.isfinite(loss):
-            forwards, modules = self.forwards, [*self._first_modules(step, run).values()]
+            forwards, modules = self.forwards, [*self._first_modules().values()]
             cause = explanation(forwards.accelerator.unwrap_model(self.model), modules, forwards.args.fp16)
-            raise PrecisionError(f"the loss of step {number} is {loss}: {cause}.")
+            raise PrecisionError(f"the loss of step {self.number} is {loss}: {cause}.")
         if self.record is not None:
-            self.record.take(self, step, run)
-        self._ended = number, step, run
+            self.record.take(self)
 
-    def run_again(self, step: StepContext, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
-        """Run the same step, perhaps cut in another way, in the same form."""
-        again = replace(self, plan=replace(self.plan, micro_batches=parts), gradients=None)
-        with again.running():
-            for micro_batch in again.micro_batches(step):
-                run(micro_batch)
-        if again.shortage is not None:
-            raise MemoryShortageError(
-                "the step fits into memory, and another run of it, for its record or to find what is not finite, does "
-                f"not ({again.shortage})."
-            )
+    def run_again(self, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
+        """Run the same step, perhaps cut differently, in the same form."""
+        with assigned(self, plan=replace(self.plan, micro_batches=parts), gradients=None):
+            with self.running():
+                for micro_batch in self.micro_batches():
+                    run(micro_batch)
+            if self.shortage is not None:
+                raise MemoryShortageError(
+                    "the step fits into memory, and another run of it, for its record or to find what is not finite, "
+                    f"does not ({self.shortage})."
+                )
 
     def check_gradient(self, norm: float | None) -> None:
         """Raise a PrecisionError where the norm of the step's gradient is not finite, on all processes together.
@@ -128,8 +131,7 @@ class Attempt:
         # DeepSpeed reports such a norm as -1 or infinity
         if norm is None or 0 <= norm < math.inf or self.forwards.accelerator.mixed_precision == "fp16":
             return
-        number, step, run = self._ended
-        modules = self._first_modules(step, run, backward=True)
+        modules = self._first_modules(backward=True)
         cause = "that of each completion by itself is finite, so their sum, or its norm, overflows"
         if modules:
             rows, prompts = [*modules], sorted({self.rollout.groups[row] for row in modules})
@@ -138,11 +140,9 @@ class Attempt:
                 f"from 0, and is first seen at the output of {modules[rows[0]]}; at that of the whole model, the loss "
                 "made it. Look at the advantages and importance ratios there, and at a loss of your own"
             )
-        raise PrecisionError(f"the norm of the gradient of step {number} is {norm}: {cause}.")
+        raise PrecisionError(f"the norm of the gradient of step {self.number} is {norm}: {cause}.")
 
-    def _first_modules(
-        self, step: StepContext, run: Callable[[LossInputs], torch.Tensor], backward: bool = False
-    ) -> dict[int, str]:
+    def _first_modules(self, backward: bool = False) -> dict[int, str]:
         """Run the completions one by one again; by row of the step, the first module where one is not finite."""
         accelerator, (first, *_) = self.forwards.accelerator, self.plan.micro_batches
         parts = [MicroBatch((row,)) for part in self.plan.micro_batches if part.weight for row in part.rows]
@@ -155,13 +155,13 @@ class Attempt:
                 torch.set_grad_enabled(backward),
                 first_module(accelerator.unwrap_model(self.model), backward) as names,
             ):
-                loss = run(micro_batch)
+                loss = self.run(micro_batch)
                 if backward:
                     accelerator.backward(loss)
             found.extend((micro_batch.part.rows[0], name) for name in names[:1])
 
         with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
-            self.run_again(step, parts, look)
+            self.run_again(parts, look)
         return dict(sorted(gather_lists(found)))
 
 
@@ -172,7 +172,7 @@ class StepPlanner:
     collation: Collation
     cost: TokenCost  # by which groups are assigned to processes
     limits: MicroBatchLimits  # those of training
-    metrics: dict[str, MutableMapping[str, list[float]]]  # that TRL logs, of training and of evaluations
+    view: TrainerView
     eval_limits: MicroBatchLimits = field(init=False)
     record: StepRecord | None = field(default=None, init=False)  # of the step that is run again
     # of the step that ran last; a user's own `training_step` may run none
@@ -181,20 +181,23 @@ class StepPlanner:
     def __post_init__(self) -> None:
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
 
-    def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
+    def attempts(self, model: Any, rollout: RolloutBatch) -> Iterator[Attempt]:
         """Yield attempts, each with smaller micro-batches, until one fits into memory."""
-        gradients, accelerator = None, self.forwards.accelerator
+        gradients, accelerator, metrics = None, self.forwards.accelerator, self.view.metrics
+        settings = step_settings_of(self.view)
         if settings.training:
             refuse_gradient_hooks(model, self.forwards.sharded)
         if not self.forwards.sharded:  # else the engine adds them up
             kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
             gradients = kind(accelerator.unwrap_model(model), accelerator)
         for number in itertools.count():
-            logged = {mode: {name: [*values] for name, values in lists.items()} for mode, lists in self.metrics.items()}
+            logged = {mode: {name: [*values] for name, values in lists.items()} for mode, lists in metrics.items()}
             attempt = Attempt(
                 model=model,
                 rollout=rollout,
                 settings=settings,
+                number=self.view.state.global_step + 1,
+                run=functools.partial(self.view.loss_of, model),
                 plan=self._planned(model, rollout, settings),
                 forwards=self.forwards,
                 collation=self.collation,
@@ -206,7 +209,7 @@ class StepPlanner:
             yield attempt
             if attempt.shortage is None:
                 return
-            for mode, lists in self.metrics.items():  # an override logs again
+            for mode, lists in metrics.items():  # an override logs again
                 lists.clear()
                 lists.update(logged[mode])
             clear_device_cache(garbage_collection=True)
