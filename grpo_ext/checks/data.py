@@ -153,17 +153,18 @@ def check_images(dataset: Any, prepare: Any) -> None:
 
 def check_tokens(view: TrainerView) -> None:
     chat, pad, ends = chat_of(view), view.tokenizer.pad_token_id, all_end_tokens(view)
+    sets = named_sets(view.train_dataset, view.eval_dataset)
     for token in {*ends, *(() if view.use_vllm else (pad,))}:  # vLLM pads nothing
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
-    if any(map(has_settings, named_sets(view.train_dataset, view.eval_dataset).values())):
+    if any(map(has_settings, sets.values())):
         method = view.overridden("_tokenize_prompts", "_get_tool_suffix_ids")
         unused = view.args.remove_unused_columns
         others = {str(method): method, "rollout_func": view.rollout_func is not None, "remove_unused_columns": unused}
         refuse_combination(f"a column {ROW_KWARGS!r}", others, "It would be ignored; leave one of the two out.")
     own = view.overridden(*CHANGE_ROWS, "_tokenize_prompts") or view.rollout_func is not None
     if not (own or view.environment_factories):  # which may take, or make, other prompts
-        for split, dataset in named_sets(view.train_dataset, view.eval_dataset).items():
+        for split, dataset in sets.items():
             check_kinds(dataset, split, chat)
 
 
