@@ -162,8 +162,8 @@ def check_tokens(view: TrainerView) -> None:
         unused = view.args.remove_unused_columns
         others = {str(method): method, "rollout_func": view.rollout_func is not None, "remove_unused_columns": unused}
         refuse_combination(f"a column {ROW_KWARGS!r}", others, "It would be ignored; leave one of the two out.")
-    own = view.overridden(*CHANGE_ROWS, "_tokenize_prompts") or view.rollout_func is not None
-    if not (own or view.environment_factories):  # which may take, or make, other prompts
+    replaced = view.overridden(*CHANGE_ROWS, "_tokenize_prompts") or view.rollout_func is not None
+    if not (replaced or view.environment_factories):  # which may take, or make, other prompts
         for split, dataset in sets.items():
             check_kinds(dataset, split, chat)
 

@@ -148,7 +148,7 @@ class Attempt:
         parts = [MicroBatch((row,)) for part in self.plan.micro_batches if part.weight for row in part.rows]
         # where a forward or an override is a collective, every process runs as many
         parts += [MicroBatch(first.rows[:1], 0.0)] * (max_over_processes(len(parts)) - len(parts))
-        found: list[tuple[int, str]] = []
+        first_by_row: list[tuple[int, str]] = []
 
         def look(micro_batch: LossInputs) -> None:
             with (
@@ -158,11 +158,11 @@ class Attempt:
                 loss = self.run(micro_batch)
                 if backward:
                     accelerator.backward(loss)
-            found.extend((micro_batch.part.rows[0], name) for name in names[:1])
+            first_by_row.extend((micro_batch.part.rows[0], name) for name in names[:1])
 
         with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
             self.run_again(parts, look)
-        return dict(sorted(gather_lists(found)))
+        return dict(sorted(gather_lists(first_by_row)))
 
 
 @dataclass
