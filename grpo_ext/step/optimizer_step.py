@@ -137,8 +137,8 @@ class Attempt:
             rows, prompts = [*modules], sorted({self.rollout.groups[row] for row in modules})
             cause = (
                 f"it comes from the completions {rows} of the step (prompts {prompts} of the rollout batch), counted "
-                f"from 0, and is first seen at the output of {modules[rows[0]]}; at that of the whole model, the loss "
-                "made it. Look at the advantages and importance ratios there, and at a loss of your own"
+                f"from 0, and is first seen at the output of {modules[rows[0]]}; if that is the whole model, the loss "
+                "is the cause. Look at the advantages and importance ratios there, and at a loss of your own"
             )
         raise PrecisionError(f"the norm of the gradient of step {self.number} is {norm}: {cause}.")
 
