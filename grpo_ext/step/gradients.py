@@ -75,7 +75,7 @@ class NativeGradients:
     def collecting(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def backward(self, run: Callable[[], None], contributes: bool = True) -> None:
+    def backward(self, run: Callable[[], None], contributes: bool) -> None:
         """Run a backward pass without the hooks of users; one that does not contribute leaves no gradient."""
         self._contributes = contributes
         with ExitStack() as restoring:
@@ -180,7 +180,7 @@ class FixedPointGradients(NativeGradients):
 @contextmanager
 def accumulating(
     accelerator: Accelerator, gradients: NativeGradients | None, count: int, meets: bool
-) -> Iterator[Callable[..., None]]:
+) -> Iterator[Callable[[torch.Tensor, bool], None]]:
     """A context for the backward passes of a step, which it yields; at its end one sum over the processes.
 
     Each is given the loss of a micro-batch, and whether the parameters that it uses take part in the step.
@@ -203,7 +203,7 @@ def accumulating(
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
 
-    def backward(loss: torch.Tensor, contributes: bool = True) -> None:
+    def backward(loss: torch.Tensor, contributes: bool) -> None:
         run = functools.partial(accelerator.backward, loss * scale, **options)
         run() if gradients is None else gradients.backward(run, contributes)
 

@@ -41,7 +41,7 @@ def gradient(accelerator, micro_batches, kind: Any, factor_of: Callable[[MicroBa
     with accumulating(accelerator, kind and kind(model, accelerator), len(micro_batches), False) as backward:
         for part in micro_batches:
             with accelerator.accumulate(model):
-                backward(factor_of(part) * (model(X[list(part.rows)]) ** 2).sum() / 11)
+                backward(factor_of(part) * (model(X[list(part.rows)]) ** 2).sum() / 11, True)
     return model.weight.grad
 
 
