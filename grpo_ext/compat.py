@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 import transformers
@@ -22,6 +22,7 @@ import trl
 from accelerate.logging import get_logger
 
 from .errors import ConfigError, ContractError, shortened
+from .runtime.attributes import assigned
 
 try:
     from trl import SyncRefModelCallback as SyncRefModelCallback
@@ -133,21 +134,18 @@ def checkpoints_layers(model: Any) -> bool:
 
 @contextmanager
 def checkpointing_layers(model: Any, kwargs: Mapping[str, Any] | None) -> Iterator[None]:
-    """Inside, gradient checkpointing is on with these arguments of the Trainer's, or off (None); then as before."""
-    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
+    """Inside, gradient checkpointing is on with these arguments of the Trainer, or off (None); afterwards as before."""
+    off = {"gradient_checkpointing": False, "_gradient_checkpointing_func": None}
+    with ExitStack() as restored:
+        for module in model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                restored.enter_context(assigned(module, **off))
         if kwargs is not None:
             others = {**kwargs}
             by_name = {name: others.pop(name) for name in ("every_n_layers", "offload") if name in others}
             with hiding_old_names():
                 model.gradient_checkpointing_enable(others, **by_name)
         yield
-    finally:
-        for layer, (enabled, function) in zip(layers, before, strict=True):
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = enabled, function
 
 
 @contextmanager
@@ -184,7 +182,7 @@ def hiding_old_names() -> Iterator[None]:
     One entry comes and goes. `catch_warnings` would drop filters that others set meanwhile, on any thread, and each
     change that it makes lets Python show every warning again.
     """
-    filters = cast(list[Any], warnings.filters)
+    filters: Any = warnings.filters
     filters.insert(0, _OLD_NAMES)
     try:
         yield

@@ -36,7 +36,7 @@ class Components:
         limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
         self.forwards, self.rollouts = forwards, rollouts = build_rollouts(view, self.clock, limits, trail.rollout)
         collation = Collation(rollouts.images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
-        self.step_planner = StepPlanner(forwards, self.clock, collation, token_cost(base), limits, view.metrics)
+        self.step_planner = StepPlanner(forwards, self.clock, collation, token_cost(base), limits, view)
         self.trl_methods = TrlMethods(rollouts)
         self.loss_overrides = LossOverrides(view, forwards, rollouts.images)
         self.pass_at_k = PassAtK(args)

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import trl
-from accelerate.utils import is_compiled_module
 
 from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, geometry_of, group_size
-from .errors import ConfigError, refuse_combination
+from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
 from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
@@ -345,16 +344,8 @@ class GRPOConfig(trl.GRPOConfig):
         if args is None:
             place = getattr(getattr(model, "config", None), "_name_or_path", "")
             name = model if isinstance(model, str) else str(place)
-            args = cls(f"{name.split('/')[-1]}-GRPO")
-        config = args if isinstance(args, GRPOConfig) else cls.from_trl(args)
-        if is_compiled_module(model):  # by the user; what cannot be combined with `torch_compile` is refused
-            config = copy.copy(config)
-            config.torch_compile = True
-            engines = {engine: asks_for(engine, vars(config)) for engine in ("fsdp", "deepspeed")}
-            remedy = "Pass the model inside, and torch_compile=True."
-            refuse_combination("a model that torch.compile wraps", engines, remedy)
-            config._check_settings()
-        return config
+            return cls(f"{name.split('/')[-1]}-GRPO")
+        return args if isinstance(args, GRPOConfig) else cls.from_trl(args)
 
     @classmethod
     def from_trl(cls, args: trl.GRPOConfig) -> GRPOConfig:

@@ -28,7 +28,7 @@ from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .components import Components
 from .config import GRPOConfig
 from .errors import ConfigError
-from .forward.architecture import base_model_of, uncompiled
+from .forward.architecture import base_model_of
 from .forward.quantised import train_in_float32, trained_values
 from .forward.reference import reference_loader, use_fixed_models
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
@@ -48,7 +48,7 @@ from .runtime.messages import show_messages
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
-from .step.settings import loss_config_of, next_entropy_coefficient, step_settings_of
+from .step.settings import loss_config_of, next_entropy_coefficient
 from .step.statistics import log_values
 from .view import TrainerView
 
@@ -101,7 +101,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.verify_overrides(GRPOTrainer)
         show_messages()
         config = GRPOConfig.for_model(args, model)
-        model, self._compiler = uncompiled(model)
         data = (train_dataset, eval_dataset)
         processing_class = check_arguments(config, model, data, processing_class, tools, environment_factory)
         reward_funcs = check_teacher(config, model, teacher_model, processing_class, reward_funcs, environment_factory)
@@ -160,7 +159,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if training:
             self._keeper.optimizer.identity()
         model = super()._wrap_model(model, training, dataloader)
-        return replicate(self.accelerator, model, self._compiler) if training else model
+        return replicate(self.accelerator, model) if training else model
 
     @property
     def geometry(self) -> BatchGeometry:
@@ -198,19 +197,18 @@ class GRPOTrainer(trl.GRPOTrainer):
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
         completions = self._prepare_inputs(inputs)
-        settings = step_settings_of(self._view)
-        for attempt in self._step_planner.attempts(model, completions, settings):  # smaller where memory runs out
+        for attempt in self._step_planner.attempts(model, completions):  # smaller where memory runs out
             with attempt.running():
-                step = attempt.measure(self.model)  # the denominators, before any forward with gradients
+                attempt.measure(self.model)  # the denominators, before any forward with gradients
                 sums = attempt.gradients, len(attempt.plan.micro_batches), self._forwards.collective_forward
                 with accumulating(self.accelerator, *sums) as backward:  # at its end one sum over the processes
-                    for micro_batch in self._with_events(attempt.micro_batches(step)):
+                    for micro_batch in self._with_events(attempt.micro_batches()):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
-                            backward(self._loss_of(model, micro_batch), attempt.counts(micro_batch.part))
-        values = log_values(attempt.plan, step.metrics, self._clock.take())
+                            backward(attempt.run(micro_batch), attempt.counts(micro_batch.part))
+        values = log_values(attempt.plan, attempt.step.metrics, self._clock.take())
         loss = self._log_step(values)
-        attempt.end(loss, self.state.global_step + 1, step, lambda batch: self._loss_of(model, batch))
-        self._keeper.note_step(loss, values, step.counts, len(attempt.plan.rows))
+        attempt.end(loss)
+        self._keeper.note_step(loss, values, attempt.step.counts, len(attempt.plan.rows))
         self._step += 1
         if (steps := self.args.torch_empty_cache_steps) is not None and self.state.global_step % steps == 0:
             clear_device_cache()
@@ -229,12 +227,13 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Loss of the whole evaluation set, on every process."""
         with torch.no_grad(), pinned(self.args.pinned_threads), self._clock.stopped():
             completions = self._prepare_inputs(inputs)
-            for attempt in self._step_planner.attempts(self.model, completions, step_settings_of(self._view)):
+            for attempt in self._step_planner.attempts(self.model, completions):
                 with attempt.running():
-                    step = attempt.measure(self.model)
-                    for micro_batch in self._with_events(attempt.micro_batches(step)):
-                        self._loss_of(self.model, micro_batch)
-            return torch.tensor(self._log_step(step.metrics.reduce()), device=self.accelerator.device), None, None
+                    attempt.measure(self.model)
+                    for micro_batch in self._with_events(attempt.micro_batches()):
+                        attempt.run(micro_batch)
+            loss = self._log_step(attempt.step.metrics.reduce())
+            return torch.tensor(loss, device=self.accelerator.device), None, None
 
     def evaluation_loop(
         self,
@@ -419,7 +418,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self._keeper.optimizer.load(str(checkpoint), super()._load_optimizer_and_scheduler)
+        self._keeper.compare()  # `create_optimizer` may have built them since the checkpoint was read
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):

@@ -34,6 +34,7 @@ _PRIVATE = {
     "last_entropy": "_last_world_entropy",
     "tokenize_prompts": "_tokenize_prompts",
     "calculate_rewards": "_calculate_rewards",
+    "loss_of": "_loss_of",
     "environment_tools": "_env_tools",
     "environment_pools": "_environment_pool",
 }
@@ -116,6 +117,7 @@ class TrainerView:
     use_adaptive_entropy: bool
     entropy_coef: float
     last_entropy: float
+    loss_of: Callable[[Any, Any], torch.Tensor]  # a micro-batch's part of the loss, by the model that the loop calls
     # Logs
     metrics: dict[str, MutableMapping[str, list[float]]]
     logs: dict[str, Any]

@@ -89,7 +89,7 @@ def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
     for number, (prompt, kwargs) in rows:
         try:
             chat.check(prompt)
-            # roles in their order, what messages have, and settings are all that a template can treat in another way
+            # roles in their order, what messages have, and settings are all that a template can treat differently
             messages = () if isinstance(prompt, str) else prompt
             kind = str(kwargs), *((m["role"], *((name, type(m[name])) for name in m)) for m in messages)
             if kind not in kinds or any(token in str(prompt) for token in unknown):
@@ -152,17 +152,18 @@ def check_images(dataset: Any, prepare: Any) -> None:
 
 def check_tokens(view: TrainerView) -> None:
     chat, pad, ends = chat_of(view), view.tokenizer.pad_token_id, all_end_tokens(view)
+    sets = named_sets(view.train_dataset, view.eval_dataset)
     for token in {*ends, *(() if view.use_vllm else (pad,))}:  # vLLM pads nothing
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
-    if any(map(has_settings, named_sets(view.train_dataset, view.eval_dataset).values())):
+    if any(map(has_settings, sets.values())):
         method = view.overridden("_tokenize_prompts", "_get_tool_suffix_ids")
         unused = view.args.remove_unused_columns
         others = {str(method): method, "rollout_func": view.rollout_func is not None, "remove_unused_columns": unused}
         refuse_combination(f"a column {ROW_KWARGS!r}", others, "It would be ignored; leave one of the two out.")
-    own = view.overridden(*CHANGE_ROWS, "_tokenize_prompts") or view.rollout_func is not None
-    if not (own or view.environment_factories):  # which may take, or make, other prompts
-        for split, dataset in named_sets(view.train_dataset, view.eval_dataset).items():
+    replaced = view.overridden(*CHANGE_ROWS, "_tokenize_prompts") or view.rollout_func is not None
+    if not (replaced or view.environment_factories):  # which may take, or make, other prompts
+        for split, dataset in sets.items():
             check_kinds(dataset, split, chat)
 
 
@@ -177,7 +178,7 @@ def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
 
     if readable and has_readable_prompts(dataset):
         longest = view.max_completion_length or NEW_TOKENS
-        for model in [model for model in (view.model, view.teacher_model) if model is not None]:
+        for model in view.models:
             check_prompt_lengths(iterate_column(dataset), lengths, base_model_of(model).config, longest)
     dependent = settle_rope(
         [base_model_of(model) for model in view.models], lambda: _longest_sequence(view, lengths) if readable else None

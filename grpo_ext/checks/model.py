@@ -38,12 +38,12 @@ def check_causal_lm(model: Any) -> None:
         )
 
 
-def refuse_compiled_parts(model: nn.Module) -> None:
-    if parts := [path for path, module in model.named_modules() if is_compiled_module(module)]:
+def refuse_compiled(model: nn.Module) -> None:
+    if parts := [path or "the model" for path, module in model.named_modules() if is_compiled_module(module)]:
         raise ModelError(
-            f"torch.compile wraps {parts[0]} ({len(parts)} such modules in all), so checkpoints would name its weights "
-            f"{parts[0]}._orig_mod..., which no model finds there; compile modules in place (module.compile()), or "
-            "the whole model (torch.compile(model))."
+            f"torch.compile wraps {', '.join(parts[:3])}, so checkpoints would put _orig_mod into the names of "
+            "weights, and no model would load them. Pass the model inside with torch_compile=True, or compile modules "
+            "in place (module.compile())."
         )
 
 

@@ -33,7 +33,6 @@ from ..rollouts.vllm import SENT
 from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
-from ..step.gradients import refuse_gradient_hooks
 from ..view import TrainerView
 from . import model as models
 from . import settings
@@ -58,8 +57,8 @@ def check_arguments(
     if isinstance(model, str):
         models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
+        models.refuse_compiled(model)
         models.check_causal_lm(model)
-        models.refuse_compiled_parts(model)
         if config.rollout_lag:
             refuse_replaced_forward(model, by_user=True)
     if factories is None:
@@ -82,14 +81,14 @@ def check_arguments(
 
 def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
     name, names = config.eval_pass_reward, view.reward_func_names
-    if name is not None and name not in names:
+    if name is not None and (count := names.count(name)) != 1:
         remedy = did_you_mean(name, names, f"use one of {', '.join(names)}.")
-        raise ConfigError(f"eval_pass_reward={name!r} is no reward function of this run; {remedy}")
-    if name is not None and names.count(name) > 1:
-        raise ConfigError(
-            f"eval_pass_reward={name!r} is the name of {names.count(name)} reward functions; pass the one that is "
-            "meant inside a function (`def`) with a name of its own, a reward model from a folder with one."
-        )
+        if count:
+            remedy = (
+                "wrap the one that is meant in a function (`def`) with a name of its own, or load a reward model from "
+                "a folder with one."
+            )
+        raise ConfigError(f"eval_pass_reward={name!r} is the name of {count} reward functions of this run; {remedy}")
     if config.reward_workers and view.environment_factories is not None:
         raise ConfigError(
             f"reward_workers={config.reward_workers} with environment_factory, whose environments cannot leave the "
@@ -168,10 +167,9 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     refuse_unknown_head(base_model_of(policy))
     models.refuse_adapters(policy)
     if method := view.overridden(*_UNUSED_HOOKS):
-        called = ", except where your own loss calls it" if view.overridden("compute_loss", "_compute_loss") else ""
         logger.warning(
-            f"{method} has no effect here{called}: stock TRL calls it and grpo_ext does not. Loaders and losses are "
-            "built in batching.prompt_order and algorithms.losses."
+            f"{method} has no effect here, unless your own code calls it: stock TRL calls it, and grpo_ext does not. "
+            "Loaders and losses are built in batching.prompt_order and algorithms.losses."
         )
     models.check_optimizer(view.optimizer, policy, shards_parameters(view.accelerator))
     check_weights(view.optimizer, policy)
@@ -239,7 +237,6 @@ def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
 def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[str]) -> None:
     """Warn of what the promise leaves out; refuse parts that were replaced since the trainer was built."""
     refuse_overrides(view)
-    refuse_gradient_hooks(view.model, shards_parameters(view.accelerator))
     if view.args.bitwise_invariant:
         check_bitwise(view, rollouts)
     settings.check_replay(view)

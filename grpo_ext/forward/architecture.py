@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate.utils import extract_model_from_parallel, is_compiled_module
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from ..batching.micro_batches import TokenCost
@@ -22,11 +22,6 @@ def base_model_of(model: Any) -> Any:
     """The transformers model without the wrappers of an engine and PEFT."""
     model = extract_model_from_parallel(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def uncompiled(model: Any) -> tuple[Any, Any]:
-    """A model as it was before `torch.compile` wrapped it, and what compiled it; None for any other."""
-    return (model._orig_mod, model.dynamo_ctx) if is_compiled_module(model) else (model, None)
 
 
 def layer_kinds(config: Any) -> list[str]:

@@ -5,7 +5,7 @@ gradient, was not finite, before the optimizer acts on it; and before weights ar
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,21 +24,17 @@ def is_finite(value: Any) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in _tensors(value))
 
 
-def bad_weight(model: torch.nn.Module) -> str | None:
-    return next((name for name, parameter in model.named_parameters() if not is_finite(parameter.detach())), None)
-
-
 @torch.no_grad()
 def bad_weights(model: torch.nn.Module) -> list[str]:
-    """The trained weights of which this process's part is not finite; found without a copy of them."""
+    """Names of trained weights that are not finite, in the part that this process holds; they are not copied."""
     parts = [(name, local_part(p)) for name, p in model.named_parameters() if p.requires_grad]
     return [name for name, part in parts if part.numel() and not torch.linalg.vector_norm(part, torch.inf).isfinite()]
 
 
-def refuse_bad_weights(model: torch.nn.Module, before: Sequence[str], step: int) -> None:
-    """Raise a PrecisionError where trained weights became not finite, on all processes together."""
+def refuse_bad_weights(model: torch.nn.Module, at_start: Collection[str], step: int) -> None:
+    """Raise a PrecisionError where trained weights are no longer finite, on all processes together."""
     with together("the trained weights"):
-        if names := [name for name in bad_weights(model) if name not in before]:
+        if names := [name for name in bad_weights(model) if name not in at_start]:
             raise PrecisionError(
                 f"after step {step} trained weights are not finite, {names[0]} and {len(names) - 1} others, so no "
                 "checkpoint of them is written; resume from an earlier one, with a lower learning_rate."
@@ -47,9 +43,9 @@ def refuse_bad_weights(model: torch.nn.Module, before: Sequence[str], step: int)
 
 @contextmanager
 def first_module(model: torch.nn.Module, backward: bool = False) -> Iterator[list[str]]:
-    """Inside, the list gets the first module with finite inputs and another output; inner first.
+    """Inside, the list gets the first module whose inputs are finite and whose output is not; inner modules first.
 
-    In a backward pass: of every module whose output has a gradient that is not finite, from the loss on.
+    With `backward` it gets every module whose output has a gradient that is not finite, from the loss on.
     """
     first: list[str] = []
 
@@ -68,16 +64,18 @@ def first_module(model: torch.nn.Module, backward: bool = False) -> Iterator[lis
         yield first
 
 
-def explanation(weight: str | None, module: str | None, fp16: bool) -> str:
-    if weight is not None:
-        return f"the parameter {weight} is not finite; resume from an earlier checkpoint, with a lower learning rate"
+def explanation(model: torch.nn.Module, modules: Sequence[str], fp16: bool) -> str:
+    if weights := bad_weights(model):
+        return (
+            f"the parameter {weights[0]} is not finite; resume from an earlier checkpoint, with a lower learning rate"
+        )
     advice = (
         "float16 holds numbers up to 65504, and no loss scale can fix a forward pass: use bf16=True or float32"
         if fp16
         else "check that the model's inputs and weights are of ordinary size"
     )
-    if module is not None:
-        return f"the forward pass overflowed, first in {module}; {advice}"
+    if modules:
+        return f"the forward pass overflowed, first in {modules[0]}; {advice}"
     return (
         f"every module's output is finite, but the loss is not: rewards, importance ratios or a KL term are too large; "
         f"{advice}"

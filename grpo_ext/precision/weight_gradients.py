@@ -76,7 +76,7 @@ class _Product(torch.autograd.Function):
             rows = grad.reshape(-1, grad.size(-1))
             return (
                 None,
-                # matrices, as autograd multiplies: a gradient of another layout is multiplied in a batch, in other bits
+                # matrices, as autograd multiplies: a gradient of another layout would be a batch, and round differently
                 (rows @ weight.to(grad.dtype)).view(*grad.shape[:-1], weight.size(1)) if needs[1] else None,
                 _in_float32(rows.t(), input.reshape(-1, input.size(-1))) if needs[2] else None,
                 *(rows.sum(0, dtype=torch.float32) if need else None for need in needs[3:]),

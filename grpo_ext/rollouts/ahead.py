@@ -354,7 +354,7 @@ def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
     generation.model = snapshot.policy
 
     def send() -> None:
-        wait_for_all("the wait before weights are sent")  # the main process sends, and every process asks
+        wait_for_all()  # the main process sends, and every process asks
         with together("sending weights"):
             generation.sync_weights()
         view.note_weights_sent(-1)  # an evaluation sends the current weights

@@ -24,7 +24,7 @@ from ..forward.architecture import base_model_of, cached_numbers
 from ..forward.form_check import rounding_unit, text_ids
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.routing import routed
-from ..precision.non_finite import bad_weight, explanation, first_module
+from ..precision.non_finite import explanation, first_module
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
@@ -157,8 +157,7 @@ class TransformersEngine:
                 raise
             with first_module(model) as first, contextlib.suppress(PrecisionError):
                 sample_chunk(model, *arguments)
-            module = first[0] if first else None
-            raise PrecisionError(f"{error}: {explanation(bad_weight(model), module, settings.fp16)}.") from None
+            raise PrecisionError(f"{error}: {explanation(model, first, settings.fp16)}.") from None
 
 
 def _agree(one: Sampled, other: Sampled, most: float) -> bool:

@@ -134,7 +134,7 @@ class Rollouts:
         with of_ours():
             if self.ahead is not None:  # the server may still sample with other weights
                 self.ahead.drain()
-                wait_for_all("the wait before weights are sent")
+                wait_for_all()
             if (step := view.state.global_step) != view.weights_sent_at:
                 # the main process sends to a server, which every process asks
                 with view.profile("sync_weights"), together("sending weights"):

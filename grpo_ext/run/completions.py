@@ -38,7 +38,7 @@ def completions_logged(view: TrainerView, logs: Mapping[str, Any]) -> Iterator[N
         shown = {n: _writable(table[n], trackers, strip_images_from_messages) for n in ("prompt", "completion")}
         table = {**table, **shown, "extra": {n: _writable(column, trackers) for n, column in table["extra"].items()}}
     try:
-        with view.logging(table), _file_of_step_kept(view, ended):
+        with view.logging(table), _evaluation_in_its_own_file(view, ended):
             yield
     except Exception as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -52,10 +52,10 @@ def completions_logged(view: TrainerView, logs: Mapping[str, Any]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def _file_of_step_kept(view: TrainerView, ended: Sequence[str]) -> Iterator[None]:
-    """Where an evaluation (by its prefix) or the training has `ended`, keep the file of the training step.
+def _evaluation_in_its_own_file(view: TrainerView, ended: Sequence[str]) -> Iterator[None]:
+    """Move the table of an evaluation to a file of its own, and leave that of the training step as it was.
 
-    TRL writes to the file of the step inside; that of an evaluation gets a name of its own.
+    TRL writes every table to the file of the step, also once an evaluation ("eval") or the training ("train") `ended`.
     """
     path = Path(str(view.args.output_dir)) / "completions" / f"completions_{view.state.global_step:05d}.parquet"
     aside = path.with_suffix(".training")

@@ -71,9 +71,12 @@ _EXTENSIONS = (
 )
 # settings that may change within a rollout batch: they affect neither its completions nor their advantages
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-KEEPS_ROLLOUT |= {"teacher_kl_coef", "lr_scheduler", *_OF_LOSS}
+KEEPS_ROLLOUT |= {"teacher_kl_coef", *_OF_LOSS}
 # values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
-_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"}
+_OPTIMIZER = {
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"),
+    "lr_scheduler",
+}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
 LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together", "sequence_parallel_size")
 
@@ -168,16 +171,13 @@ def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def model_fingerprint(
-    model: torch.nn.Module, others: Mapping[str, torch.nn.Module] | None = None, whole: bool = True
-) -> dict[str, Any]:
+def model_fingerprint(model: torch.nn.Module, others: Mapping[str, torch.nn.Module], whole: bool) -> dict[str, Any]:
     """Class, configuration, adapters, and hashes of the weights.
 
     "sha256" covers names, shapes and types of all weights, "frozen" the values of those that checkpoints do not hold,
     such as those of the `others`, by the names of these models; None where this process does not hold them `whole`.
     """
     config: Any = getattr(base_model_of(model), "config", None)
-    others = others or {}
     frozen = None
     if whole:
         fixed = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]

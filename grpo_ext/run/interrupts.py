@@ -9,12 +9,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..runtime.collectives import any_process
+from ..runtime.collectives import any_process, from_main_process
+from ..view import TrainerView
 
 logger = get_logger(__name__)
 
@@ -27,6 +30,20 @@ class TrainingInterrupted(SystemExit):
     def __init__(self, checkpoint: str | None) -> None:
         super().__init__(EXIT_STATUS)
         self.checkpoint = checkpoint
+
+
+def interruption(view: TrainerView) -> TrainingInterrupted:
+    """The end of a run that an interrupt stopped, with the checkpoint of its last step if there is one."""
+    step = view.state.global_step
+    path = Path(str(view.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    if not from_main_process(view.accelerator, path.is_dir):
+        logger.info(f"Interrupted after step {step}; no checkpoint was written.")
+        return TrainingInterrupted(None)
+    logger.info(
+        f"Interrupted after step {step}; the checkpoint is {path}. To continue, run the same command with "
+        f"--resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}'))."
+    )
+    return TrainingInterrupted(str(path))
 
 
 class InterruptWatch(TrainerCallback):

@@ -21,7 +21,6 @@ from filelock import FileLock
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..algorithms.losses import StepCounts
 from ..batching.plan_text import describe_plan
@@ -43,7 +42,7 @@ from ..step.evaluation import PassAtK
 from ..view import TrainerView
 from . import checkpoint as folders
 from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, saved_identity, state_hashes
-from .interrupts import InterruptWatch, TrainingInterrupted
+from .interrupts import InterruptWatch, interruption
 from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
@@ -93,7 +92,7 @@ class RunKeeper(TrainerCallback):
         self.writing_to: str | None = None  # the folder in which a checkpoint is being written
         self._log, self._trail = RunLog(), trail
         self._noted: dict[str, float] = {}  # values of the step in progress
-        self._bad_before: list[str] = []  # trained weights that began so: a bias of -inf bans a token
+        self._bad_at_start: list[str] = []  # weights that are not finite on purpose: a bias of -inf bans a token
         self._lock: FileLock | None = None  # on the run's folder, on the main process
         self._last_folder, self._user_output_dir = "", ""  # of this trainer's last run
 
@@ -118,7 +117,7 @@ class RunKeeper(TrainerCallback):
         """Load the states of a checkpoint into the components, after the loop has set its sums to zero."""
         if state.global_step:
             logger.info(f"Resuming after step {state.global_step} of {state.max_steps}.")
-        self._bad_before = bad_weights(self.view.policy)
+        self._bad_at_start = bad_weights(self.view.policy)
         states, self._states = self._states, {}
         with folders.explaining_format(str(self.checkpoint)):
             for name in list(states):
@@ -236,12 +235,17 @@ class RunKeeper(TrainerCallback):
             )
         allowed = self.args.allow_changed_on_resume or ()
         identity = from_main_process(self.accelerator, lambda: saved_identity(checkpoint))
+        if "optimizer.class" not in identity:
+            logger.warning(
+                f"{checkpoint} does not name its optimizer (an earlier version, or another trainer, wrote it), so its "
+                "state is loaded into this one without a comparison."
+            )
         if "rollout_chunk_size" not in allowed and self.geometry.together:  # the configuration sets none
             size = identity["settings"].get("rollout_chunk_size")
             if size is not None and size % self.geometry.num_generations == 0:
                 self.geometry = dataclasses.replace(self.geometry, rollout_chunk_size=size)
-        check = functools.partial(check_same_run, checkpoint, identity, allowed=allowed)
-        changes = from_main_process(self.accelerator, lambda: check(self.fingerprint | self.optimizer.identity()))
+        self._same_run = functools.partial(check_same_run, checkpoint, identity, allowed=allowed)
+        changes = self.compare()
         for part, old, new in differences(changes):
             logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:
@@ -261,6 +265,10 @@ class RunKeeper(TrainerCallback):
         if not self.args.restore_callback_states_from_checkpoint:  # else transformers does
             restore_callbacks(self.view.callback_handler.callbacks, saved, checkpoint)
 
+    def compare(self) -> Any:
+        """The allowed changes since the checkpoint's run, as `changed` returns them; a CheckpointError for others."""
+        return from_main_process(self.accelerator, lambda: self._same_run(self.fingerprint | self.optimizer.identity()))
+
     @contextlib.contextmanager
     def epoch(self, trial: Any) -> Iterator[dict[str, Any] | None]:
         """Wrap an epoch of the loop; yield arguments to replace, or None where nothing is left to train."""
@@ -277,7 +285,7 @@ class RunKeeper(TrainerCallback):
                 self.view.save_random_states(states)
                 # a callback may have stopped the run in that evaluation; the loop reads only random states from here
                 yield None if self.view.control.should_training_stop else {"resume_from_checkpoint": states}
-        refuse_bad_weights(self.view.policy, self._bad_before, self.view.state.global_step)
+        refuse_bad_weights(self.view.policy, self._bad_at_start, self.view.state.global_step)
 
     def evaluate_late(self, trial: Any) -> None:
         self.watch.evaluation_due = False
@@ -356,26 +364,14 @@ class RunKeeper(TrainerCallback):
         if self.limits.failures:
             logger.info(self.limits.what_fits())
         if self.watch.stopping:
-            raise self._interrupted()
-
-    def _interrupted(self) -> TrainingInterrupted:
-        step = self.view.state.global_step
-        path = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if not from_main_process(self.accelerator, path.is_dir):
-            logger.info(f"Interrupted after step {step}; no checkpoint was written.")
-            return TrainingInterrupted(None)
-        logger.info(
-            f"Interrupted after step {step}; the checkpoint is {path}. To continue, run the same command with "
-            f"--resume_from_checkpoint {path} (in a script: trainer.train(resume_from_checkpoint='{path}'))."
-        )
-        return TrainingInterrupted(str(path))
+            raise interruption(self.view)
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def saving(self, final: Path) -> Iterator[None]:
         """The Trainer writes a checkpoint to `writing_to`; afterwards `final` is complete or absent."""
-        refuse_bad_weights(self.view.policy, self._bad_before, self.view.state.global_step)
+        refuse_bad_weights(self.view.policy, self._bad_at_start, self.view.state.global_step)
         states: dict[str, Any] | None = None
         if not self.args.save_only_model:
             states = {name: part.state_dict() for name, part in self._components.items()}

@@ -1,11 +1,10 @@
-"""The optimizer and the schedule of a run: held against the weights that are trained, recorded, compared on resume.
+"""The optimizer and the schedule of a run: checked against the trained weights, recorded, compared on resume.
 
 Differs from transformers, which steps whatever weights an optimizer holds, and loads a checkpoint's state into an
-optimizer of another kind, or with its weights in another order. Called by run.keeper and where a run begins.
+optimizer of a different class, or with its weights in a different order. Called by run.keeper, and where a run begins.
 """
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,17 +12,13 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 
 from ..errors import ModelError
-from ..runtime.attributes import assigned
-from ..runtime.collectives import from_main_process
 from ..view import TrainerView
-from .fingerprint import check_same_run, plain, saved_identity
+from .fingerprint import plain
 
 logger = get_logger(__name__)
 
 # entries of a group that a schedule moves, or that say how a step is computed, not what it is
-_NOT_COMPARED = {
-    *("lr", "initial_lr", "params", "param_names", "foreach", "fused", "capturable", "differentiable"),
-}
+_NOT_COMPARED = {"lr", "initial_lr", "params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
 def check_weights(optimizer: Any, model: torch.nn.Module) -> None:
@@ -39,13 +34,13 @@ def check_weights(optimizer: Any, model: torch.nn.Module) -> None:
             f"{len(absent)} of {len(trained)} trained weights are in no group of the optimizer {name}, so they stay as "
             f"they are: {', '.join(absent[:3])}."
         )
-    # groups that are computed may be of copies, which an optimizer keeps on another device
+    # a property `param_groups` may hold copies of the weights, which an optimizer keeps on another device
     elif absent and "param_groups" in vars(optimizer):
         raise ModelError(
             f"the optimizer {name} holds none of the {len(trained)} weights that are trained (for example {absent[0]}),"
-            " so nothing would be learned. Build it of the trainer's model, in create_optimizer. A peft_config adds "
+            " so nothing would be learned. Build it from the trainer's model, in create_optimizer. A peft_config adds "
             "weights after an optimizer of model.parameters() was built: pass the result of peft.get_peft_model "
-            "instead, and build the optimizer of its parameters."
+            "instead, and build the optimizer from its parameters."
         )
 
 
@@ -54,7 +49,7 @@ def _described(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
     names, groups = {id(p): name for name, p in model.named_parameters()}, getattr(optimizer, "param_groups", [])
     described: dict[str, Any] = {"optimizer.class": type(optimizer).__qualname__, "optimizer.groups": len(groups)}
     for number, group in enumerate(groups):
-        weights = [names.get(id(weight), "one of another model") for weight in group["params"]]
+        weights = [names.get(id(weight), "a weight of a different model") for weight in group["params"]]
         digest = hashlib.sha256("\n".join(weights).encode()).hexdigest()[:8]
         values = {n: value for n, value in group.items() if n not in _NOT_COMPARED and not callable(value)}
         values["lr"] = group.get("initial_lr", group.get("lr"))
@@ -76,27 +71,3 @@ class RunOptimizer:
             check_weights(optimizer, self.view.policy)
             self._described = _described(optimizer, self.view.policy)
         return self._described | ({} if schedule is None else {"lr_scheduler": type(schedule).__qualname__})
-
-    def _changes(self, checkpoint: str) -> dict[str, tuple[Any, Any]]:
-        """The allowed differences from the checkpoint's; a CheckpointError for any other."""
-        saved, current = saved_identity(checkpoint), {"model": {}, "settings": {}, **self.identity()}
-        if "optimizer.class" not in saved:
-            logger.warning_once(
-                f"{checkpoint} does not name its optimizer (an earlier version, or another trainer, wrote it), so its "
-                "state is loaded into this one without a comparison."
-            )
-        return check_same_run(checkpoint, saved, current, self.view.args.allow_changed_on_resume or ())
-
-    def load(self, checkpoint: str, load: Callable[[str], None]) -> None:
-        """Load the states in a checkpoint; a schedule of another class, where allowed, begins at its start."""
-        changes = from_main_process(self.view.accelerator, lambda: self._changes(checkpoint))
-        if not changes:
-            load(checkpoint)
-            return
-        old, new = changes["lr_scheduler"]
-        logger.warning(f"The schedule was {old} in {checkpoint} and is {new} now, as allowed; it begins at its start.")
-        before = [dict(group) for group in self.view.optimizer.param_groups]
-        with assigned(self.view.lr_scheduler, load_state_dict=lambda state: None):
-            load(checkpoint)
-        for group, start in zip(self.view.optimizer.param_groups, before, strict=True):
-            group.update(start)

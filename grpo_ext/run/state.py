@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 STATE, TENSORS = "grpo_ext_state.json", "grpo_ext_state.safetensors"
 # what torch.save writes, and a resume reads with `weights_only`
-_PICKLES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_state*.pth")
+_PICKLES = ("scheduler.pt", "optimizer.pt", "optimizer.bin", "scaler.pt", "rng_state*.pth")
 _TENSOR = "tensor:"  # begins the key of a dictionary in JSON that stands for a tensor
 
 
@@ -163,21 +163,18 @@ def writing_checkpoint(
 
 
 def _read_back(folder: Path) -> None:
-    """Refuse files that a resume could not read, before the checkpoint counts as complete. Tensors are not read."""
-    unreadable = []
-    for path in sorted(path for pattern in _PICKLES for path in folder.glob(pattern)):
+    """Refuse a file that a resume could not read, before the checkpoint counts as complete. Tensors are not read."""
+    for path in (path for pattern in _PICKLES for path in folder.glob(pattern)):
         try:
             with safe_globals() if path.suffix == ".pth" else contextlib.nullcontext():  # as transformers does
                 torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
             kinds = get_unsafe_globals_in_checkpoint(path) or [str(error)]
-            unreadable.append(f"{path.name} holds {', '.join(sorted(kinds))}")
-    if unreadable:
-        raise ValueError(
-            f"it could not be read again: {'; '.join(unreadable)}. Checkpoints are read with weights_only; let the "
-            "state_dict of an optimizer and of a schedule hold tensors, numbers, texts, lists and dictionaries only. A "
-            "schedule that returns numpy's numbers puts them into both: return float(...)"
-        )
+            raise ValueError(
+                f"it could not be read again: {path.name} holds {', '.join(sorted(kinds))}. Checkpoints are read with "
+                "weights_only; let the state_dict of an optimizer and of a schedule hold only tensors, numbers, "
+                "strings, lists and dictionaries. A schedule that returns numpy's numbers has to return float(...)"
+            ) from error
 
 
 def _complete(

@@ -22,7 +22,7 @@ def assigned(target: Any, **values: Any) -> Iterator[None]:
             delattr(target, name) if value is absent or of_class else setattr(target, name, value)
 
 
-def replace_forward(module: Any, run: Callable[..., Any], mark: Any = True) -> None:
+def replace_forward(module: Any, run: Callable[..., Any], mark: Any) -> None:
     """Let `run(below, module, *args, **kwargs)` replace a module's forward, `below`; `mark` is its `of_grpo_ext`."""
     # the function: a deep copy of the module would call a bound method with these weights
     bound = module.forward

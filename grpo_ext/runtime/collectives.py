@@ -45,9 +45,9 @@ def local_collectives() -> Iterator[None]:
         _local.reset(token)
 
 
-def wait_for_all(place: str) -> None:
+def wait_for_all() -> None:
     _refuse_local()
-    _meet(place)
+    _meet("a wait for all processes")
 
 
 def _refuse_local() -> None:
@@ -63,14 +63,14 @@ def _processes() -> int:
 
 
 @functools.cache
-def leave_in_order(seconds: float = 0.2) -> None:
+def leave_in_order() -> None:
     """Let gloo's threads finish with the last collective before the interpreter is torn down.
 
     They release tensors after it has returned, which takes the GIL; CPython ends a thread that asks for the GIL during
     shutdown, and the process aborts (torch 2.13, CPython 3.11). `destroy_process_group` does not wait for them.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
-        atexit.register(time.sleep, seconds)
+        atexit.register(time.sleep, 0.2)
 
 
 # ---- Meeting --------------------------------------------------------------------------------------------------------

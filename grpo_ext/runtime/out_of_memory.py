@@ -30,11 +30,11 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (should_reduce_batch_size(error) and "CUDNN" not in str(error))
 
 
-def shortage_of_one(what: str, reason: str, sequence_parallel_size: int) -> MemoryShortageError:
+def shortage_of_one(reason: str, sequence_parallel_size: int) -> MemoryShortageError:
     """The error of a process whose forwards others take part in, so that it cannot run them again by itself."""
     reason = reason.partition("\n")[0]
     return MemoryShortageError(
-        f"{what} ran out of memory on this process ({reason}), and cannot run again in smaller micro-batches, because "
+        f"a step ran out of memory on this process ({reason}), and cannot run again in smaller micro-batches, because "
         "other processes take part in its forwards. What helps: gradient_checkpointing=True, a smaller "
         "per_device_train_batch_size or micro_batch_tokens, and where one completion does not fit, a larger "
         f"sequence_parallel_size (now {sequence_parallel_size}; not with DeepSpeed)."

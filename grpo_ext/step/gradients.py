@@ -16,11 +16,10 @@ hooks on gradients run once, on the gradient of the step: what they return need 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, is_compiled_module
+from accelerate.utils import DistributedType
 
 from ..errors import ConfigError
 from ..precision.fixed_point import FixedPointSum, check_terms
@@ -30,29 +29,24 @@ from ..runtime.attributes import assigned
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark
 
 
-def replicate(
-    accelerator: Accelerator, model: torch.nn.Module, compiler: Callable[[Any], Any] | None
-) -> torch.nn.Module:
+def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
     """Prepare a model that every process holds whole, with the main process's weights; return any other unchanged.
 
-    Accelerate would wrap it in DDP, whose buckets need the memory of another gradient. `compiler`: torch's, of a model
-    that a user has compiled.
+    Accelerate would wrap it in DDP, whose buckets need the memory of another gradient.
     """
-    several = accelerator.num_processes > 1 and not collectives.shards_parameters(accelerator)
-    if not (several or compiler is not None) or hasattr(model, _PREPARED):
+    if accelerator.num_processes == 1 or collectives.shards_parameters(accelerator) or hasattr(model, _PREPARED):
         return model
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    if several:
-        collectives.copy_from_main_process(model, accelerator.device)
+    collectives.copy_from_main_process(model, accelerator.device)
     setattr(model, _PREPARED, True)  # `accelerator.prepare` returns it as it is
-    return model if compiler is None or is_compiled_module(model) else compiler(model)
+    return model
 
 
 def refuse_gradient_hooks(model: torch.nn.Module, sharded: bool) -> None:
     """Refuse hooks on the gradients of parameters that cannot wait for the gradient of the step."""
     for name, parameter in model.named_parameters():
         late = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
-        users = [hook for hook in late if not str(getattr(hook, "__module__", "")).startswith("deepspeed.")]
+        users = [hook for hook in late if not str(hook.__module__).startswith("deepspeed.")]
         if users or (sharded and parameter._backward_hooks):
             raise ConfigError(
                 f"a hook on the gradient of {name} would run during the backward pass, before the step's gradient is "
@@ -81,7 +75,7 @@ class NativeGradients:
     def collecting(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def backward(self, run: Callable[[], None], contributes: bool = True) -> None:
+    def backward(self, run: Callable[[], None], contributes: bool) -> None:
         """Run a backward pass without the hooks of users; one that does not contribute leaves no gradient."""
         self._contributes = contributes
         with ExitStack() as restoring:
@@ -108,7 +102,7 @@ class NativeGradients:
                 for hook in [*hooks.values()]:
                     returned = hook(gradient)
                     gradient = gradient if returned is None else returned
-                # a hook may draw random numbers; the sum with -0.0 has the bits of the other term
+                # a hook may draw random numbers; adding -0.0 changes no bit
                 parameter.grad = gradient * scale if accelerator.is_main_process else torch.full_like(gradient, -0.0)
                 hooked.append(parameter.grad)
         if accelerator.num_processes > 1:
@@ -185,8 +179,8 @@ class FixedPointGradients(NativeGradients):
 
 @contextmanager
 def accumulating(
-    accelerator: Accelerator, gradients: NativeGradients | None, count: int, meets: bool = False
-) -> Iterator[Callable[..., None]]:
+    accelerator: Accelerator, gradients: NativeGradients | None, count: int, meets: bool
+) -> Iterator[Callable[[torch.Tensor, bool], None]]:
     """A context for the backward passes of a step, which it yields; at its end one sum over the processes.
 
     Each is given the loss of a micro-batch, and whether the parameters that it uses take part in the step.
@@ -209,7 +203,7 @@ def accumulating(
     accelerator.step = 0
     accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
 
-    def backward(loss: torch.Tensor, contributes: bool = True) -> None:
+    def backward(loss: torch.Tensor, contributes: bool) -> None:
         run = functools.partial(accelerator.backward, loss * scale, **options)
         run() if gradients is None else gradients.backward(run, contributes)
 

@@ -5,9 +5,10 @@ forward, and the number of micro-batches may differ between processes. `StepPlan
 and plans attempts with them; `training_step` runs them.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,16 +20,17 @@ from accelerate.utils.memory import clear_device_cache
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..errors import MemoryShortageError, PrecisionError
 from ..forward.runner import ForwardRunner
-from ..precision.non_finite import bad_weight, explanation, first_module
+from ..precision.non_finite import explanation, first_module
 from ..rollouts.batch import RolloutBatch
 from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import gather_lists, max_over_processes, together, uneven_collectives
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
+from ..view import TrainerView
 from .gradients import FixedPointGradients, NativeGradients, refuse_gradient_hooks
 from .inputs import Collation, LossInputs, collate
 from .record import StepRecord
-from .settings import StepSettings
+from .settings import StepSettings, step_settings_of
 from .statistics import MicroBatchStatistics, StepContext, StepMetrics, StepPlan, count_step, loss_mask, set_statistics
 
 logger = get_logger(__name__)
@@ -41,14 +43,16 @@ class Attempt:
     model: Any  # as the loop calls it
     rollout: RolloutBatch  # the completions of the step, those of all processes
     settings: StepSettings
+    number: int  # of the step, from 1
+    run: Callable[[LossInputs], torch.Tensor]  # computes a micro-batch's part of the loss
     plan: StepPlan
     forwards: ForwardRunner
     collation: Collation
     clock: PhaseClock
-    gradients: NativeGradients | None = None  # None where an engine (FSDP, DeepSpeed) adds them up
-    record: StepRecord | None = None  # where the step is run again
+    gradients: NativeGradients | None  # None where an engine (FSDP, DeepSpeed) adds them up
+    record: StepRecord | None  # where the step is run again
     shortage: str | None = None  # why memory ran out, on this process or another
-    _ended: tuple[int, StepContext, Callable[[LossInputs], Any]] = field(init=False)  # arguments of `end`
+    step: StepContext = field(init=False)  # set by `measure`
     _current: MicroBatch = field(default=MicroBatch(()), init=False)
 
     @contextmanager
@@ -64,106 +68,101 @@ class Attempt:
                 yield
         except RuntimeError as error:
             if meets and is_out_of_memory(error):
-                raise shortage_of_one("a step", str(error), forwards.args.sequence_parallel_size) from None
+                raise shortage_of_one(str(error), forwards.args.sequence_parallel_size) from None
             raise
         except StepOutOfMemory as shortage:
             self.shortage = str(shortage)
             if self.gradients is not None:
                 self.gradients.discard()
 
-    def measure(self, model: Any) -> StepContext:
+    def measure(self, model: Any) -> None:
         """Count the step, and measure what its loss needs, before any gradient."""
         settings, accelerator, top_k = self.settings, self.forwards.accelerator, self.settings.experts_per_token
-        step = count_step(self.rollout, StepMetrics(accelerator.device, counted=self.forwards.is_first), top_k)
+        metrics = StepMetrics(accelerator.device, counted=self.forwards.is_first)
+        self.step = step = count_step(self.rollout, metrics, top_k)
         step.record = self.record.add if self.record is not None and self.forwards.is_first else None
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
-            return step
+            return
         measured: list[MicroBatchStatistics] = []
         with self.forwards.without_gradients(accelerator.unwrap_model(self.model)):
-            for micro_batch in self.micro_batches(step):
+            for micro_batch in self.micro_batches():
                 columns = micro_batch.columns
                 scores = self.forwards.micro_batch_log_probs(model, columns, micro_batch.rows, settings.router)
                 mask_BT = loss_mask(columns)
                 experts = None if scores.router is None else scores.router.statistics(top_k)
                 measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies, mask_BT, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)
-        return step
 
-    def micro_batches(self, step: StepContext) -> Iterator[LossInputs]:
+    def micro_batches(self) -> Iterator[LossInputs]:
         for part in self.plan.micro_batches:
             self._current = part
-            yield collate(self.rollout, part, step, self.collation, self.settings)
+            yield collate(self.rollout, part, self.step, self.collation, self.settings)
 
     def counts(self, part: MicroBatch) -> bool:
         """Whether parameters that a micro-batch uses take part; where nothing adds, its filler stands for the step."""
         return bool(part.weight) or not self.plan.rows
 
-    def end(self, loss: float, number: int, step: StepContext, run: Callable[[LossInputs], Any]) -> None:
-        """Raise where the loss is not finite (`run` finds where that began); fill the record of a step run again."""
+    def end(self, loss: float) -> None:
+        """Raise a PrecisionError where the loss is not finite; fill the record of a rerun."""
         if not math.isfinite(loss):
-            forwards, places = self.forwards, self._places(step, run)
-            weight = None if forwards.sharded else bad_weight(forwards.accelerator.unwrap_model(self.model))
-            module = places[min(places)] if places else None
-            raise PrecisionError(
-                f"the loss of step {number} is {loss}: {explanation(weight, module, forwards.args.fp16)}."
-            )
+            forwards, modules = self.forwards, [*self._first_modules().values()]
+            cause = explanation(forwards.accelerator.unwrap_model(self.model), modules, forwards.args.fp16)
+            raise PrecisionError(f"the loss of step {self.number} is {loss}: {cause}.")
         if self.record is not None:
-            self.record.take(self, step, run)
-        self._ended = number, step, run
+            self.record.take(self)
 
-    def run_again(self, step: StepContext, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
-        """Run the same step, perhaps cut in another way, in the same form."""
-        again = replace(self, plan=replace(self.plan, micro_batches=parts), gradients=None)
-        with again.running():
-            for micro_batch in again.micro_batches(step):
-                run(micro_batch)
-        if again.shortage is not None:
-            what = "another run, to find what is not finite," if self.record is None else "its record"
-            raise MemoryShortageError(f"the step fits into memory, and {what} does not ({again.shortage}).")
+    def run_again(self, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
+        """Run the same step, perhaps cut differently, in the same form."""
+        with assigned(self, plan=replace(self.plan, micro_batches=parts), gradients=None):
+            with self.running():
+                for micro_batch in self.micro_batches():
+                    run(micro_batch)
+            if self.shortage is not None:
+                raise MemoryShortageError(
+                    "the step fits into memory, and another run of it, for its record or to find what is not finite, "
+                    f"does not ({self.shortage})."
+                )
 
     def check_gradient(self, norm: float | None) -> None:
         """Raise a PrecisionError where the norm of the step's gradient is not finite, on all processes together.
 
         The completions run one by one again, to find those that it comes from. In fp16 the loss scaler decides.
         """
-        # for such a norm DeepSpeed has -1 or infinity
+        # DeepSpeed reports such a norm as -1 or infinity
         if norm is None or 0 <= norm < math.inf or self.forwards.accelerator.mixed_precision == "fp16":
             return
-        number, step, run = self._ended
-        places = self._places(step, run, backward=True)
+        modules = self._first_modules(backward=True)
         cause = "that of each completion by itself is finite, so their sum, or its norm, overflows"
-        if places:
-            rows, prompts = sorted(places), sorted({self.rollout.groups[row] for row in places})
+        if modules:
+            rows, prompts = [*modules], sorted({self.rollout.groups[row] for row in modules})
             cause = (
                 f"it comes from the completions {rows} of the step (prompts {prompts} of the rollout batch), counted "
-                f"from 0, and is first seen at the output of {places[rows[0]]}; at the whole model's it is that of the "
-                "loss. Look at the advantages and importance ratios there, and at a loss of your own"
+                f"from 0, and is first seen at the output of {modules[rows[0]]}; if that is the whole model, the loss "
+                "is the cause. Look at the advantages and importance ratios there, and at a loss of your own"
             )
-        raise PrecisionError(f"the norm of the gradient of step {number} is {norm}: {cause}.")
+        raise PrecisionError(f"the norm of the gradient of step {self.number} is {norm}: {cause}.")
 
-    def _places(
-        self, step: StepContext, run: Callable[[LossInputs], torch.Tensor], backward: bool = False
-    ) -> dict[int, str]:
-        """Run the completions one by one again: the first module that is not finite, by completions that have one."""
+    def _first_modules(self, backward: bool = False) -> dict[int, str]:
+        """Run the completions one by one again; by row of the step, the first module where one is not finite."""
         accelerator, (first, *_) = self.forwards.accelerator, self.plan.micro_batches
         parts = [MicroBatch((row,)) for part in self.plan.micro_batches if part.weight for row in part.rows]
         # where a forward or an override is a collective, every process runs as many
         parts += [MicroBatch(first.rows[:1], 0.0)] * (max_over_processes(len(parts)) - len(parts))
-        found: list[tuple[int, str]] = []
+        first_by_row: list[tuple[int, str]] = []
 
         def look(micro_batch: LossInputs) -> None:
             with (
                 torch.set_grad_enabled(backward),
                 first_module(accelerator.unwrap_model(self.model), backward) as names,
             ):
-                loss = run(micro_batch)
+                loss = self.run(micro_batch)
                 if backward:
                     accelerator.backward(loss)
-            found.extend((micro_batch.part.rows[0], name) for name in names[:1])
+            first_by_row.extend((micro_batch.part.rows[0], name) for name in names[:1])
 
         with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
-            self.run_again(step, parts, look)
-        return dict(gather_lists(found))
+            self.run_again(parts, look)
+        return dict(sorted(gather_lists(first_by_row)))
 
 
 @dataclass
@@ -173,30 +172,32 @@ class StepPlanner:
     collation: Collation
     cost: TokenCost  # by which groups are assigned to processes
     limits: MicroBatchLimits  # those of training
-    metrics: dict[str, MutableMapping[str, list[float]]]  # that TRL logs, of training and of evaluations
+    view: TrainerView
     eval_limits: MicroBatchLimits = field(init=False)
     record: StepRecord | None = field(default=None, init=False)  # of the step that is run again
-    latest: Attempt | None = field(default=None, init=False)
+    # of the step that ran last; a user's own `training_step` may run none
+    check_gradient: Callable[[float | None], None] = field(default=lambda norm: None, init=False)
 
     def __post_init__(self) -> None:
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
 
-    def attempts(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> Iterator[Attempt]:
+    def attempts(self, model: Any, rollout: RolloutBatch) -> Iterator[Attempt]:
         """Yield attempts, each with smaller micro-batches, until one fits into memory."""
-        gradients, accelerator = None, self.forwards.accelerator
+        gradients, accelerator, metrics = None, self.forwards.accelerator, self.view.metrics
+        settings = step_settings_of(self.view)
         if settings.training:
             refuse_gradient_hooks(model, self.forwards.sharded)
         if not self.forwards.sharded:  # else the engine adds them up
             kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
             gradients = kind(accelerator.unwrap_model(model), accelerator)
         for number in itertools.count():
-            logged = {
-                mode: {name: len(values) for name, values in lists.items()} for mode, lists in self.metrics.items()
-            }
-            self.latest = attempt = Attempt(
+            logged = {mode: {name: [*values] for name, values in lists.items()} for mode, lists in metrics.items()}
+            attempt = Attempt(
                 model=model,
                 rollout=rollout,
                 settings=settings,
+                number=self.view.state.global_step + 1,
+                run=functools.partial(self.view.loss_of, model),
                 plan=self._planned(model, rollout, settings),
                 forwards=self.forwards,
                 collation=self.collation,
@@ -204,21 +205,15 @@ class StepPlanner:
                 gradients=gradients,
                 record=self.record if settings.training else None,
             )
+            self.check_gradient = attempt.check_gradient
             yield attempt
             if attempt.shortage is None:
                 return
-            for mode, lists in self.metrics.items():  # an override logs again
-                for name in [*lists]:
-                    del lists[name][logged[mode].get(name, 0) :]
-                    if name not in logged[mode]:
-                        del lists[name]
+            for mode, lists in metrics.items():  # an override logs again
+                lists.clear()
+                lists.update(logged[mode])
             clear_device_cache(garbage_collection=True)
             self._shrink(attempt, number)
-
-    def check_gradient(self, norm: float | None) -> None:
-        """Check the norm of the gradient of the step that ran last; a user's own `training_step` may run none."""
-        if self.latest is not None:
-            self.latest.check_gradient(norm)
 
     def _planned(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> StepPlan:
         forwards = self.forwards

@@ -16,7 +16,6 @@ from ..batching.micro_batches import MicroBatch
 from ..rollouts.batch import SAMPLER_LOGPS, TEACHER_LOGPS, RolloutBatch
 from ..runtime.collectives import gather_lists, whole
 from .inputs import LossInputs
-from .statistics import StepContext
 
 if TYPE_CHECKING:
     from .optimizer_step import Attempt
@@ -64,7 +63,7 @@ class StepRecord:
             for row, of_row in zip(rows, lists, strict=True):
                 self.tokens.setdefault(row, {}).setdefault(name, of_row)  # the first: the step's own forward
 
-    def take(self, attempt: "Attempt", step: StepContext, run: Callable[[LossInputs], torch.Tensor]) -> None:
+    def take(self, attempt: "Attempt") -> None:
         """Record gradients, which the parameters hold, and the completions that add nothing to the step."""
         forwards, accelerator, self.rollout = attempt.forwards, attempt.forwards.accelerator, attempt.rollout
         policy, scale = accelerator.unwrap_model(attempt.model), 1.0
@@ -82,7 +81,7 @@ class StepRecord:
 
         def forward(parts: Sequence[MicroBatch]) -> None:
             with attempt.forwards.without_gradients(policy):
-                attempt.run_again(step, parts, run)
+                attempt.run_again(parts, attempt.run)
 
         forward(further)
         self.forward_again = lambda: forward([*attempt.plan.micro_batches, *further])
@@ -94,7 +93,7 @@ class StepRecord:
         def backward(micro_batch: LossInputs) -> None:
             for parameter, _ in of_step:
                 parameter.grad = None
-            (run(micro_batch) * scale).backward()
+            (attempt.run(micro_batch) * scale).backward()
             pairs = [(parameter.grad, gradient) for parameter, gradient in of_step if parameter.grad is not None]
             norm = sum(_dot(own, own) for own, _ in pairs) ** 0.5
             cosine = sum(_dot(*pair) for pair in pairs) / (norm * length) if norm and length else 0.0
@@ -102,7 +101,7 @@ class StepRecord:
 
         rows = [MicroBatch((row,)) for part in attempt.plan.micro_batches if part.weight for row in part.rows]
         try:
-            attempt.run_again(step, rows, backward)
+            attempt.run_again(rows, backward)
         finally:
             for parameter, gradient in of_step:
                 parameter.grad = gradient

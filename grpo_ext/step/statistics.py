@@ -121,7 +121,7 @@ class MicroBatchStatistics:
     experts: tuple[torch.Tensor, torch.Tensor, int] | None = None  # of `router_statistics`
 
 
-def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int = 1) -> StepContext:
+def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int) -> StepContext:
     """Count a step without a collective, because every process holds the whole step."""
     counts = step_counts([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
     if rollout.items_per_token is not None:

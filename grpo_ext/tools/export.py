@@ -179,14 +179,13 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
     if adapted and head.weight is embedding.weight:
         head.weight = nn.Parameter(head.weight.detach().clone())  # PEFT would merge what one of them learned into both
     merged = with_adapter.merge_and_unload()
-    _check_logits(_logits(merged), logits)
+    error = (_logits(merged) - logits).norm() / logits.norm()
+    if not error <= _ROUNDING:
+        raise CheckpointError(
+            f"logits of the merged model differ from those of the base with its adapter by {error:.1e} of their norm "
+            f"(rounding is up to {_ROUNDING:.0e}): PEFT cannot merge this adapter; export only the adapter."
+        )
     merged.to(getattr(torch, dtype or stored)).save_pretrained(folder)
-    written = type(merged).from_pretrained(folder, dtype="auto").state_dict()
-    for name, weight in merged.state_dict().items():
-        if not torch.equal(weight, written[name].to(weight.dtype)):
-            raise CheckpointError(
-                f"{type(merged).__name__} does not load {name} as it was merged and written; export only the adapter."
-            )
     return "merged adapter"
 
 
@@ -196,15 +195,6 @@ def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         logits = model.eval()(input_ids=ids[None]).logits
     return logits.double().clamp(min=_LOWEST)
-
-
-def _check_logits(merged: torch.Tensor, expected: torch.Tensor) -> None:
-    error = (merged - expected).norm() / expected.norm()
-    if not error <= _ROUNDING:
-        raise CheckpointError(
-            f"logits of the merged model differ from those of the base with its adapter by {error:.1e} of their norm "
-            f"(rounding is up to {_ROUNDING:.0e}): PEFT cannot merge this adapter; export only the adapter."
-        )
 
 
 def _adapter_tensors(source: Path, joined: Path) -> dict[str, torch.Tensor]:

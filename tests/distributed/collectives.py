@@ -275,7 +275,7 @@ FAILING: dict[str, Callable[[Path], Any]] = {
     "send": partial(failing_send, lag=0),
     "send ahead": partial(failing_send, lag=1),
     "sum": failing_sum,
-    "wait": partial(failing_alone, run=lambda: exchange.wait_for_all("a wait")),
+    "wait": partial(failing_alone, run=exchange.wait_for_all),
     "copy": partial(failing_alone, run=lambda: exchange.copy_from_main_process(tiny_model(), torch.device("cpu"))),
     "objects": lambda folder: trainer_of(folder, cls=GathersObjects, **DYNAMIC).train(),
     "reward with a lag": gathering_reward,

@@ -142,7 +142,7 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
         **BITWISE,
     },
     "ConfigError: .*rollout_func": lambda: {"rollout_func": given_rollout, **BITWISE},
-    "ConfigError: .*eval_pass_reward='letters' is no reward.* did you mean 'letter_reward'": lambda: {
+    "ConfigError: .*eval_pass_reward='letters' is the name of 0 reward.* did you mean 'letter_reward'": lambda: {
         "eval_pass_reward": "letters"
     },
     "ConfigError: .*reward_workers=2 with environment_factory": lambda: {

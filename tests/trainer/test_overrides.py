@@ -385,7 +385,7 @@ def test_a_copied_loss_has_the_entropy_threshold_of_the_step(tmp_path, mixin):
 def test_a_mask_of_the_micro_batch_depends_on_its_size(tmp_path, caplog):
     whole, parts = (with_quantile(tmp_path / str(size), OfTheMicroBatch, size) for size in (16, 4))
     assert error(whole, parts) > DIFFERENT
-    assert "Own.get_high_entropy_mask has no effect here, except where your own loss calls it" in caplog.text
+    assert "Own.get_high_entropy_mask has no effect here, unless your own code calls it" in caplog.text
 
 
 def test_a_threshold_that_the_step_does_not_have_is_refused(tmp_path):

@@ -315,8 +315,13 @@ def test_a_rerun_that_fails_leaves_nothing_on_the_trainer(tmp_path, monkeypatch)
 
     trainer = make(folder, **SHORT)
     take = StepRecord.take
-    monkeypatch.setattr(StepRecord, "take", lambda record, *args: take(record, *args[:2], failing))
-    with pytest.raises(MemoryShortageError, match="its record does not"):
+
+    def take_failing(record: StepRecord, attempt: Any) -> None:
+        attempt.run = failing
+        take(record, attempt)
+
+    monkeypatch.setattr(StepRecord, "take", take_failing)
+    with pytest.raises(MemoryShortageError, match=r"for its record or .* does not"):
         trainer.rerun(5, gradients=True)
     assert trainer._step_planner.record is None
     assert not checkpoints(folder / "rerun" / "step-5")

@@ -14,7 +14,7 @@ from tests.support.tiny import config_kwargs, tiny_model
 def frozen(rows, value):
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(torch.full((1,), value).expand(rows), requires_grad=False)  # takes no memory
-    return model_fingerprint(model)["frozen"]
+    return model_fingerprint(model, {}, whole=True)["frozen"]
 
 
 def test_a_threshold_counts_where_an_estimator_takes_it_and_a_teacher_by_its_coefficient(tmp_path):

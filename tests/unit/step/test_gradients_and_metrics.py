@@ -38,10 +38,10 @@ def gradient(accelerator, micro_batches, kind: Any, factor_of: Callable[[MicroBa
     """Gradient of the mean squared output over the step, with that step-wide denominator."""
     model = torch.nn.Linear(4, 1, bias=False, dtype=torch.float64)
     torch.nn.init.constant_(model.weight, 0.5)
-    with accumulating(accelerator, kind and kind(model, accelerator), len(micro_batches)) as backward:
+    with accumulating(accelerator, kind and kind(model, accelerator), len(micro_batches), False) as backward:
         for part in micro_batches:
             with accelerator.accumulate(model):
-                backward(factor_of(part) * (model(X[list(part.rows)]) ** 2).sum() / 11)
+                backward(factor_of(part) * (model(X[list(part.rows)]) ** 2).sum() / 11, True)
     return model.weight.grad
 
 
