@@ -8,6 +8,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -418,8 +419,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        self._keeper.compare()  # `create_optimizer` may have built them since the checkpoint was read
-        super()._load_optimizer_and_scheduler(checkpoint)
+        changes = self._keeper.compare()  # `create_optimizer` may have built them since the checkpoint was read
+        self._keeper.optimizer.load(partial(super()._load_optimizer_and_scheduler, checkpoint), changes)
 
     def _load_best_model(self) -> None:
         with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):

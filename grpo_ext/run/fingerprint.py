@@ -71,12 +71,9 @@ _EXTENSIONS = (
 )
 # settings that may change within a rollout batch: they affect neither its completions nor their advantages
 KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-KEEPS_ROLLOUT |= {"teacher_kl_coef", *_OF_LOSS}
+KEEPS_ROLLOUT |= {"teacher_kl_coef", "lr_scheduler", *_OF_LOSS}
 # values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
-_OPTIMIZER = {
-    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"),
-    "lr_scheduler",
-}
+_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
 LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together", "sequence_parallel_size")
 

@@ -5,6 +5,7 @@ optimizer of a different class, or with its weights in a different order. Called
 """
 
 import hashlib
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 
 from ..errors import ModelError
+from ..runtime.attributes import assigned
 from ..view import TrainerView
 from .fingerprint import plain
 
@@ -71,3 +73,14 @@ class RunOptimizer:
             check_weights(optimizer, self.view.policy)
             self._described = _described(optimizer, self.view.policy)
         return self._described | ({} if schedule is None else {"lr_scheduler": type(schedule).__qualname__})
+
+    def load(self, load: Callable[[], None], changes: Collection[str]) -> None:
+        """Load both states; a schedule of another class, where it is allowed, begins at its start."""
+        if "lr_scheduler" not in changes:
+            load()
+            return
+        starts = [dict(group) for group in self.view.optimizer.param_groups]
+        with assigned(self.view.lr_scheduler, load_state_dict=lambda state: None):
+            load()
+        for group, start in zip(self.view.optimizer.param_groups, starts, strict=True):
+            group.update(start)
