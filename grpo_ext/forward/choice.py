@@ -33,8 +33,8 @@ _MEANINGS: dict[Form, str] = {
     "padded": "padded: every completion with its prompt",
 }
 _JOINED: dict[RowBatching, str] = {
-    "equal_lengths": "only rows of one length, because padding changes them",
-    "single": "only one row, because other rows change it",
+    "equal_lengths": "rows of one length alone, because padding changes them",
+    "single": "one row each, because other rows change it",
 }
 
 
@@ -118,16 +118,12 @@ class ForwardChoice:
                 logger.info(f"Comparing {_NAMES[forms.best]} with rows alone, on over {longest} tokens, once.")
         except Exception as error:  # a processor may expect prompts like the user's
             problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
-        with zeros_filled(model):
+        first = forms.best
+        with zeros_filled(model), torch.compiler.set_stance("force_eager"):  # a user's module may be compiled
             while (form := forms.best) != "padded":
                 if (reason := self._why_refused(form, batches, problem)) is None:
                     break
                 forms.refused[form] = reason
-                self._warn_of_padding(forms)
-                if forms.best != "padded":
-                    logger.warning(
-                        f"The best form of the forward was refused; completions run as {self.described(model)}."
-                    )
             if (reason := self._why_refused("padded", short := batches[:1])) is not None:
                 # images of one batch may be padded to the largest
                 pairs = [alone.pair() for alone in short if alone.rows.images is None]
@@ -135,8 +131,12 @@ class ForwardChoice:
                 forms.batching = "equal_lengths" if equal else "single"
                 self._warn(
                     f"A batch changes what the model computes ({reason}). Where batches are padded, in sampling too, "
-                    f"they hold {_JOINED[forms.batching]}, so most forwards run one completion."
+                    f"they hold {_JOINED[forms.batching]}, so there are more of them, and steps take longer."
                 )
+            elif forms.best == "padded" != first:
+                self._warn_of_padding(forms)
+        if first != forms.best != "padded":
+            logger.warning(f"The best form of the forward was refused; completions run as {self.described(model)}.")
         forms.compared = True
 
     def share(self, model: Any, twin: Any) -> None:

@@ -154,8 +154,7 @@ def why_form_fails(
                 gap = float((logps - truth_logps).abs().float().mean())
                 return (
                     f"{form} log-probabilities of {name} differ by {gap:.1e} on average from those of each row alone, "
-                    f"and the output of {place} by {ratio:.0f} times the rounding (up to {LIMIT:.0f} is rounding): the "
-                    "model does something between tokens that this form does not reproduce"
+                    f"first at {place}: by {ratio:.0f} times the rounding, where up to {LIMIT:.0f} is rounding"
                 )
     return None
 
@@ -186,7 +185,7 @@ def _outputs(model: Any, policy: Any, batch: FormBatch) -> tuple[Outputs, torch.
             thin = thin if batch.slice is None else batch.slice.whole(thin)
             outputs[name] = thin[later_S.to(thin.device)].to(wide)
             if batch.form == "padded":
-                outputs[f"{name}, prompts too"] = channels[everywhere.to(value.device)].to(wide)
+                outputs[f"{name} at the prompts"] = channels[everywhere.to(value.device)].to(wide)
 
     with ExitStack() as hooks:
         for name, module in _compared_modules(policy):

@@ -155,8 +155,9 @@ def test_a_model_that_padding_does_not_change_keeps_its_form_and_the_plan_says_w
     assert trainer._forwards.choice.batching(trainer.model) == "any"
     assert "padded batches hold" not in caplog.text
     make(tmp_path / "wrong", with_module(CausalMean), max_steps=1).train()
-    assert re.search(r"  forward +padded: .*; padded batches hold only rows of one length", caplog.text)
-    assert "so most forwards run one completion" in caplog.text
+    assert re.search(r"  forward +padded: .*; padded batches hold rows of one length alone", caplog.text)
+    assert "so there are more of them, and steps take longer" in caplog.text
+    assert caplog.text.count("times the rounding") == 3  # said once, and in the plan of each refused form
 
 
 def test_the_comparison_restores_weights_that_begin_at_zero(tmp_path, monkeypatch):
