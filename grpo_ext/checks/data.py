@@ -95,7 +95,7 @@ def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
             if kind not in kinds or any(token in str(prompt) for token in unknown):
                 kinds.add(kind)
                 if not chat.takes_images:  # `check_images` prepares some
-                    ids = chat.of_row({ROW_KWARGS: kwargs}).tokenize(prompt)
+                    ids = chat.of_row({"prompt": prompt, ROW_KWARGS: kwargs}).tokenize(prompt)
                     chat.check_ids(ids, f"the prompt {reprlib.repr(prompt)}")
         except DataError as error:
             raise DataError(f"row {number} of the {split} data set: {error}") from error

@@ -18,6 +18,7 @@ from ..forward.images import images_of
 from .transcript import Messages, Transcript
 
 ROW_KWARGS = "chat_template_kwargs"  # a column of the data
+_RENDERED = {"conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict"}
 # a message needs one of these
 _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
 
@@ -71,6 +72,11 @@ class Chat:
             raise DataError(f"{ROW_KWARGS}={reprlib.repr(kwargs)} in a row of the data; make it a dictionary, or None.")
         # every row of a data set has the names of all rows, with None where it sets nothing
         named = {name: value for name, value in (kwargs or {}).items() if value is not None}
+        problem = "a template is not applied to a prompt that is a text" if isinstance(row["prompt"], str) else ""
+        if fixed := sorted(_RENDERED & named.keys()):
+            problem = f"{', '.join(fixed)} cannot be set by a row"
+        if named and problem:
+            raise DataError(f"{ROW_KWARGS}={reprlib.repr(kwargs)} in a row of the data: {problem}; leave it out.")
         return replace(self, chat_template_kwargs={**self.chat_template_kwargs, **named}) if named else self
 
     def tools_of(self, environment_name: str | None) -> Sequence[Callable[..., Any]]:

@@ -7,7 +7,7 @@ from datasets import Dataset
 
 from grpo_ext.errors import DataError, GrpoExtError
 from tests.parity.scripts import EOS, TEMPLATE, call, chat_tokenizer, scripted_model
-from tests.support.tiny import given_rollout, tool
+from tests.support.tiny import given_rollout, prompts, tiny_model, tiny_tokenizer, tool
 from tests.support.trainers import make, passing_on, ran
 
 THINKING = TEMPLATE.replace("<model>{% endif %}", "<model>{% if think is false %}-{% endif %}{% endif %}")
@@ -82,6 +82,11 @@ REFUSED = {
     "rollout_func. It would be ignored": {"rollout_func": given_rollout, "tools": None},
     "remove_unused_columns. It would be ignored": {"remove_unused_columns": True},
     "chat_template_kwargs='think' in a row": {"train_dataset": data(["think", "think"])},
+    "in a row of the data: tokenize cannot be set by a row": {"train_dataset": data([{"tokenize": False}] * 2)},
+    "a template is not applied to a prompt that is a text": {
+        **{"tools": None, "processing_class": tiny_tokenizer(), "model": tiny_model()},
+        "train_dataset": prompts(2).add_column("chat_template_kwargs", [{"think": True}] * 2),
+    },
 }
 
 
