@@ -34,7 +34,7 @@ def check_weights(optimizer: Any, model: torch.nn.Module) -> None:
     if 0 < len(absent) < len(trained):
         logger.warning_once(
             f"{len(absent)} of {len(trained)} trained weights are in no group of the optimizer {name}, so they stay as "
-            f"they are: {', '.join(absent[:3])}."
+            f"they are: {', '.join(absent[:3])}{', ...' if absent[3:] else ''}."
         )
     # a property `param_groups` may hold copies of the weights, which an optimizer keeps on another device
     elif absent and "param_groups" in vars(optimizer):
@@ -55,7 +55,7 @@ def _described(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
         digest = hashlib.sha256("\n".join(weights).encode()).hexdigest()[:8]
         values = {n: value for n, value in group.items() if n not in _NOT_COMPARED and not callable(value)}
         values["lr"] = group.get("initial_lr", group.get("lr"))
-        values["weights"] = f"{len(weights)}, {', '.join(weights[:1])} first ({digest} of all names)"
+        values["weights"] = f"{len(weights)} weights from {', '.join(weights[:1])} on (hash of their names: {digest})"
         described |= {f"optimizer.group {number} {name}": plain(value) for name, value in values.items()}
     return described
 
