@@ -24,6 +24,7 @@ from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
 from ..batching.sizes import ChunkSizes
+from ..compat import GENERATED_BY_VLLM, values_of
 from ..errors import RolloutError, refuse_combination
 from ..forward.routing import LIVE, Router
 from ..runtime.attributes import assigned
@@ -63,12 +64,13 @@ class VllmEngine:
         llm = self.generation.llm
         prompts = [transcript.prompt_ids + transcript.ids for transcript in transcripts]
         with assigned(llm, seeds=seeds, completions=[]):
-            _, ids, logps, _ = self.generation.generate(
+            returned = self.generation.generate(
                 prompts=prompts,
                 images=images if any(images) else None,
                 num_generations=sizes.group,
                 profiler=self.profile("vLLM.generate"),
             )
+            _, ids, logps, _ = values_of(returned, "VLLMGeneration.generate", GENERATED_BY_VLLM)
             first = self.generation.accelerator.process_index % engines * len(ids)  # among the rows of all ranks
             completions = llm.completions[first : first + len(ids)]
         sampled = sampled_of(self.generation, ids, logps, completions)

@@ -36,7 +36,7 @@ def test_a_parameter_more_on_a_method_that_is_overridden_is_named(monkeypatch, v
     text = str(caught.value)
     assert "GRPOTrainer._compute_loss takes (model, inputs, extra), not (model, inputs)" in text
     assert f"trl {trl.__version__}" in text
-    assert "1.15 and 1.16" in text
+    assert "Install trl>=1.15,<1.17 and transformers>=5.20,<6" in text
 
 
 @pytest.mark.parametrize("hidden", [True, False])
