@@ -88,9 +88,8 @@ IMAGE_ARGUMENTS = (
     *("mm_token_type_ids", "image_position_ids"),
 )
 _OF_IMAGES = (*IMAGE_ARGUMENTS, "num_images", "num_tiles")
-# how many values methods of TRL's return
-_RETURNED = {"_generate": 8, "_generate_single_turn": 2}
-GENERATED_BY_VLLM = 4
+# how many values methods of TRL's return; the last is VLLMGeneration's
+_RETURNED = {"_generate": 8, "_generate_single_turn": 2, "generate": 4}
 
 
 def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -316,26 +315,26 @@ def _mismatch(ours: type, name: str) -> str | None:
     added = [] if passed_on else installed[len(expected) :]
     if installed[: len(expected)] != expected or any(parameters[n].default is inspect.Parameter.empty for n in added):
         return f"GRPOTrainer.{name} takes ({', '.join(installed)}), not ({', '.join(expected)})"
-    return _returns_otherwise(f"GRPOTrainer.{name}", theirs, _RETURNED[name]) if name in _RETURNED else None
+    return _returns_otherwise(name, theirs) if name in _RETURNED else None
 
 
-def _returns_otherwise(name: str, method: Any, count: int) -> str | None:
-    """Whether a method ends by returning other than so many values; None if its source does not show it."""
+def _returns_otherwise(name: str, method: Any) -> str | None:
+    """Whether a method returns another number of values, as a sentence; None if its source does not show it."""
     try:
         [function] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-    except OSError:
+    except (OSError, TypeError):
         return None
-    returned = getattr(cast(ast.FunctionDef, function).body[-1], "value", None)
-    if not isinstance(returned, ast.Tuple) or len(returned.elts) == count:
+    returned = getattr(getattr(function, "body", [None])[-1], "value", None)
+    if not isinstance(returned, ast.Tuple) or len(returned.elts) == _RETURNED[name]:
         return None
-    return f"{name} returns ({ast.unparse(returned)}), not {count} values"
+    return f"{name} returns {ast.unparse(returned)}, not {_RETURNED[name]} values"
 
 
-def values_of(returned: Any, name: str, count: int) -> Any:
-    """What a method of TRL's returned; a ContractError unless these are so many values."""
-    if not isinstance(returned, tuple) or len(returned) != count:
+def values_of(name: str, returned: Any) -> Any:
+    """What a method of TRL's returned; a ContractError for another number of values."""
+    if not isinstance(returned, tuple) or len(returned) != _RETURNED[name]:
         number = len(returned) if isinstance(returned, tuple) else 1
-        raise misfit(f"{name} returned {number} values, not {count}")
+        raise misfit(f"{name} returned {number} values, not {_RETURNED[name]}")
     return returned
 
 
@@ -343,7 +342,7 @@ def values_of(returned: Any, name: str, count: int) -> Any:
 def verify_overrides(ours: type) -> None:
     """Raise a ContractError that names every method that the installed versions lack or have changed."""
     broken = [_mismatch(ours, name) for name in OVERRIDES]
-    broken.append(_returns_otherwise("VLLMGeneration.generate", VLLMGeneration.generate, GENERATED_BY_VLLM))
+    broken.append(_returns_otherwise("generate", VLLMGeneration.generate))
     if differences := list(filter(None, broken)):
         raise misfit(*differences)
 

@@ -358,7 +358,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def trl_turn(self, *args: Any, **kwargs: Any) -> Any:
         with without_router_logits(self.model.config):
-            return super()._generate_single_turn(*args, **kwargs)
+            return compat.values_of("_generate_single_turn", super()._generate_single_turn(*args, **kwargs))
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
 from ..batching.sizes import ChunkSizes
-from ..compat import GENERATED_BY_VLLM, values_of
+from ..compat import values_of
 from ..errors import RolloutError, refuse_combination
 from ..forward.routing import LIVE, Router
 from ..runtime.attributes import assigned
@@ -70,7 +70,7 @@ class VllmEngine:
                 num_generations=sizes.group,
                 profiler=self.profile("vLLM.generate"),
             )
-            _, ids, logps, _ = values_of(returned, "VLLMGeneration.generate", GENERATED_BY_VLLM)
+            _, ids, logps, _ = values_of("generate", returned)
             first = self.generation.accelerator.process_index % engines * len(ids)  # among the rows of all ranks
             completions = llm.completions[first : first + len(ids)]
         sampled = sampled_of(self.generation, ids, logps, completions)
