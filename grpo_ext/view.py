@@ -137,15 +137,16 @@ class TrainerView:
 
         def __getattr__(self, name: str) -> Any:
             name = _PRIVATE.get(name, name)
-            absent, needed_for = _ABSENT.get(name, (None, ""))
-            if needed_for and not getattr(self._trainer, needed_for, None):
-                return getattr(self._trainer, name, copy(absent))
+            if name in _ABSENT:
+                return getattr(self._trainer, name, copy(_ABSENT[name][0]))
             return getattr(self._trainer, name)
 
     def verify(self) -> None:
         """Raise a ContractError that names the attributes that TRL's trainer lacks."""
-        names = TrainerView.__annotations__.keys() - {"geometry"}
-        if missing := sorted(_PRIVATE.get(name, name) for name in names if not hasattr(self, name)):
+        later = {"geometry", "generation_config", "generation_kwargs"}  # the last two are absent with vLLM
+        names = {_PRIVATE.get(name, name) for name in TrainerView.__annotations__.keys() - later}
+        names -= {name for name, (_, needed_for) in _ABSENT.items() if not getattr(self._trainer, needed_for, None)}
+        if missing := sorted(name for name in names if not hasattr(self._trainer, name)):
             raise compat.misfit(f"GRPOTrainer has no {', '.join(missing)}")
 
     @property
