@@ -72,7 +72,8 @@ $(OTHER)/.ready: pyproject.toml constraints.txt
 	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
 	@sed '/^trl==/d' constraints.txt > $(OTHER)/constraints.txt
 	@$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt torch
-	@$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt 'trl==$(TRL)' -e '.[dev,trackers]'
+	@$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt -e '.[dev,trackers]'
+	@$(OTHER)/bin/python -m pip install -q --disable-pip-version-check -c $(OTHER)/constraints.txt 'trl==$(TRL)'
 	@touch $@
 
 test-trl: $(OTHER)/.ready  ## unit, trainer and invariance tests beside another TRL (TRL=1.15.0), in an environment of its own
@@ -97,6 +98,7 @@ test-newest:  ## the tests of `make test` beside the newest versions that pip re
 	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	@$(UPGRADE) -e '.[dev,trackers]'
 	@$(UPGRADE) -e '.[deepspeed]' || echo "DeepSpeed could not be installed; the tests that need it are skipped"
+	@$(UPGRADE) trl transformers  # also those that pyproject.toml leaves out; pip says so
 	@$(NEWEST)/bin/python -m pytest -q $(PARALLEL) $(ARGS)
 
 # A machine with a GPU and without a network or make: docs/tools.md shows the two commands of test-gpu

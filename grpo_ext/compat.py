@@ -4,11 +4,13 @@ The only module that imports from inside TRL. `verify_overrides` compares the tr
 versions: an override of a method that was renamed would never be called, and the run would silently train as TRL does.
 """
 
+import ast
 import functools
 import importlib
 import importlib.util
 import inspect
 import re
+import textwrap
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +22,23 @@ import torch
 import transformers
 import trl
 from accelerate.logging import get_logger
+from packaging.specifiers import SpecifierSet
 
 from .errors import ConfigError, ContractError, shortened
 from .runtime.attributes import assigned
+
+# as in pyproject.toml
+TESTED = {"trl": ">=1.15,<1.17", "transformers": ">=5.20,<6"}
+WORKS = " and ".join(name + versions for name, versions in TESTED.items())
+
+
+def misfit(*differences: str) -> ContractError:
+    """The error for differences of the installed versions from what the package relies on."""
+    return ContractError(
+        f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "
+        f"{'; '.join(differences)}. Install {WORKS}, or a newer grpo_ext."
+    )
+
 
 try:
     from trl import SyncRefModelCallback as SyncRefModelCallback
@@ -40,9 +56,7 @@ try:
     from trl.trainer.utils import get_config_model_id, use_adapter
     from trl.trainer.utils import strip_images_from_messages as strip_images_from_messages
 except (ImportError, RuntimeError) as error:  # TRL's lazy modules raise RuntimeError
-    raise ContractError(
-        f"grpo_ext does not fit the installed trl {trl.__version__}: {error}. TRL 1.15 and 1.16 are tested and work."
-    ) from error
+    raise misfit(str(error)) from error
 
 logger = get_logger(__name__)
 _OLD_NAMES: Any = ("ignore", re.compile(r"`(is_)?gradient_checkpointing\w*` is deprecated"), FutureWarning, None, 0)
@@ -70,17 +84,23 @@ _PARSES_BY_TOOLS = "tools" in inspect.signature(_parse_response).parameters  # s
 _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 # the arguments of TRL's log-probabilities that are passed on to a model that takes images
-_COUNTS = ("num_images", "num_tiles")
-_SCORER: Any = trl.GRPOTrainer._get_per_token_logps_and_entropies
-IMAGE_ARGUMENTS = tuple(
-    name
-    for name, parameter in inspect.signature(_SCORER).parameters.items()
-    if parameter.default is None and name not in ("batch_size", *_COUNTS)
+IMAGE_ARGUMENTS = (
+    *("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids"),
+    *("mm_token_type_ids", "image_position_ids"),
 )
+_OF_IMAGES = (*IMAGE_ARGUMENTS, "num_images", "num_tiles")
+# how many values methods of TRL's return; the last is VLLMGeneration's
+_RETURNED = {"_generate": 8, "_generate_single_turn": 2, "generate": 4}
 
 
 def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: batch[name] for name in (*IMAGE_ARGUMENTS, *_COUNTS) if name in batch}
+    return {name: batch[name] for name in _OF_IMAGES if name in batch}
+
+
+def refuse_unknown(images: Mapping[str, Any]) -> None:
+    """Refuse an argument of TRL's log-probabilities that a newer TRL has added, and that would have no effect."""
+    if unknown := [name for name, value in images.items() if name not in _OF_IMAGES and value is not None]:
+        raise misfit(f"_get_per_token_logps_and_entropies was called with {', '.join(unknown)}")
 
 
 def sample_no_image_tokens(view: Any) -> None:
@@ -218,7 +238,7 @@ def starting_vllm_with(options: Mapping[str, Any]) -> Iterator[None]:
 
     def start(**settings: Any) -> Any:
         try:
-            return engine(**settings, **options)
+            return engine(**{**settings, **options})
         except (TypeError, ValueError) as error:
             reason = shortened(" ".join(str(error).split()), 150)
             raise ConfigError(
@@ -279,27 +299,59 @@ def parameters_of(function: Callable[..., Any]) -> list[str]:
 
 
 def _mismatch(ours: type, name: str) -> str | None:
-    """How the arguments of a method of TRL's trainer differ from its override's, as a sentence; None if they match."""
+    """How a method of TRL's trainer differs from its override, as a sentence; None if the override fits.
+
+    A parameter that TRL has added fits if it has a default.
+    """
     theirs = getattr(ours.__base__, name, None)
     if theirs is None:
         return f"GRPOTrainer.{name} is missing"
-    override = getattr(ours, name)
+    override, parameters = getattr(ours, name), inspect.signature(theirs).parameters
     # TRL's constructor has no teacher
     installed, expected = parameters_of(theirs), [p for p in parameters_of(override) if p != "teacher_model"]
-    variable = {p.kind for p in inspect.signature(override).parameters.values()} & _VARIABLE  # passes on the others
-    if (installed[: len(expected)] if variable else installed) == expected:
+    passed_on = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in inspect.signature(override).parameters.values())
+    added = [] if passed_on else installed[len(expected) :]
+    if installed[: len(expected)] != expected or any(parameters[n].default is inspect.Parameter.empty for n in added):
+        return f"GRPOTrainer.{name} takes ({', '.join(installed)}), not ({', '.join(expected)})"
+    return _returns_otherwise(name, theirs) if name in _RETURNED else None
+
+
+def _returns_otherwise(name: str, method: Any) -> str | None:
+    """Whether a method returns another number of values, as a sentence; None if its source does not show it."""
+    try:
+        [function] = ast.parse(textwrap.dedent(inspect.getsource(method))).body
+    except (OSError, TypeError):
         return None
-    wanted = [*expected, "..."] if variable else expected
-    return f"GRPOTrainer.{name} takes ({', '.join(installed)}), not ({', '.join(wanted)})"
+    returned = getattr(getattr(function, "body", [None])[-1], "value", None)
+    if not isinstance(returned, ast.Tuple) or len(returned.elts) == _RETURNED[name]:
+        return None
+    return f"{name} returns {ast.unparse(returned)}, not {_RETURNED[name]} values"
+
+
+def values_of(name: str, returned: Any) -> Any:
+    """What a method of TRL's returned; a ContractError for another number of values."""
+    if not isinstance(returned, tuple) or len(returned) != _RETURNED[name]:
+        number = len(returned) if isinstance(returned, tuple) else 1
+        raise misfit(f"{name} returned {number} values, not {_RETURNED[name]}")
+    return returned
 
 
 @functools.cache
 def verify_overrides(ours: type) -> None:
-    """Raise a ContractError that names every overridden method that the installed versions lack or have changed."""
-    if broken := [sentence for name in OVERRIDES if (sentence := _mismatch(ours, name)) is not None]:
-        raise ContractError(
-            f"grpo_ext does not fit the installed trl {trl.__version__} and transformers {transformers.__version__}: "
-            f"{'; '.join(broken)}. TRL 1.15 and 1.16 with transformers 5.20 to 5.24 work; or install a newer grpo_ext."
+    """Raise a ContractError that names every method that the installed versions lack or have changed."""
+    broken = [_mismatch(ours, name) for name in OVERRIDES]
+    broken.append(_returns_otherwise("generate", VLLMGeneration.generate))
+    if differences := list(filter(None, broken)):
+        raise misfit(*differences)
+
+
+def warn_of_untested_versions() -> None:
+    installed = {"trl": trl.__version__, "transformers": transformers.__version__}
+    outside = [name for name, versions in TESTED.items() if installed[name] not in SpecifierSet(versions)]
+    if outside:
+        logger.warning_once(
+            f"{' and '.join(f'{name} {installed[name]}' for name in outside)}: not tested with this grpo_ext, which "
+            f"works with {WORKS}. `grpo-ext check` shows whether the split matters."
         )
 
 
@@ -314,4 +366,10 @@ def triton_head() -> Callable[..., Any] | None:
         return None
     known = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size"]
     known += ["final_logit_softcapping", "logit_scale", "outputs"]
-    return function.apply if parameters_of(function.forward)[1:] == known else None
+    if (installed := parameters_of(function.forward)[1:]) == known:
+        return function.apply
+    logger.warning_once(
+        f"TRL's Triton head has changed in trl {trl.__version__}: it takes ({', '.join(installed)}), not "
+        f"({', '.join(known)}). The head of this package runs instead."
+    )
+    return None

@@ -21,7 +21,15 @@ from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
-from .setting_rules import asks_for, check_ahead, check_algorithm, check_best_metric, check_bitwise, check_values
+from .setting_rules import (
+    asks_for,
+    check_ahead,
+    check_algorithm,
+    check_best_metric,
+    check_bitwise,
+    check_values,
+    refuse_newer,
+)
 
 
 class Replay(NamedTuple):
@@ -315,6 +323,7 @@ class GRPOConfig(trl.GRPOConfig):
                 names = ", ".join(map(repr, choices))
                 raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {names}.")
         settings = vars(self)
+        refuse_newer(settings)
         check_values(settings)
         check_algorithm(settings)
         check_ahead(settings)

@@ -3,6 +3,7 @@
 Checked before anything is loaded. Rules for sizes are in batching.sizes, and rules that need a model are in checks.
 """
 
+import dataclasses
 import math
 import os
 import re
@@ -10,11 +11,15 @@ from collections.abc import Mapping
 from threading import TIMEOUT_MAX
 from typing import Any
 
+import trl
+from transformers import TrainingArguments
+
 from .algorithms.advantages import check_estimator, takes_keyword
 from .algorithms.losses import LossConfig
 from .algorithms.pass_at_k import logged_k
 from .algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
 from .batching.sizes import require_whole
+from .compat import WORKS
 from .errors import ConfigError, refuse_combination
 
 # the smallest values of settings that are whole numbers
@@ -23,6 +28,58 @@ _LEAST |= {"reward_retries": 0, "reward_workers": 0, "num_generations_eval": 1, 
 _MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens", "top_k", "reward_timeout", "tool_timeout"}
 _MAY_BE_NONE |= {"trust_region_threshold", "sequence_mask_low", "sequence_mask_high", "teacher_kl_coef"}
 _MAY_BE_NONE |= {"eval_pass_threshold"}
+
+# the settings that TRL's GRPOConfig adds to transformers' in the tested versions
+_OF_TRL = {
+    *("model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout"),
+    *("cast_lm_head_to_fp32", "num_generations", "num_generations_eval", "max_completion_length"),
+    *("ds3_gather_for_generation", "shuffle_dataset", "pad_to_multiple_of", "generation_batch_size"),
+    *("steps_per_generation", "temperature", "top_p", "top_k"),
+    *("min_p", "generation_kwargs", "chat_template_kwargs", "repetition_penalty"),
+    *("cache_implementation", "use_vllm", "vllm_mode", "vllm_model_impl"),
+    *("vllm_enable_sleep_mode", "vllm_structured_outputs_regex", "vllm_server_base_url", "vllm_server_host"),
+    *("vllm_server_port", "vllm_server_timeout", "vllm_group_port", "vllm_gpu_memory_utilization"),
+    *("vllm_max_model_length", "vllm_tensor_parallel_size", "beta", "num_iterations"),
+    *("epsilon", "delta", "epsilon_high", "sapo_temperature_neg"),
+    *("sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
+    *("vespo_lambda_neg", "importance_sampling_level", "reward_weights", "multi_objective_aggregation"),
+    *("scale_rewards", "loss_type", "mask_truncated_completions", "sync_ref_model"),
+    *("ref_model_mixup_alpha", "ref_model_sync_steps", "top_entropy_quantile", "entropy_coef"),
+    *("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"),
+    *(
+        "entropy_target",
+        "max_tool_calling_iterations",
+        "vllm_importance_sampling_correction",
+        "vllm_importance_sampling_mode",
+    ),
+    *(
+        "vllm_importance_sampling_clip_max",
+        "vllm_importance_sampling_clip_min",
+        "off_policy_mask_threshold",
+        "use_bias_correction_kl",
+    ),
+    *("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts"),
+    *(
+        "log_completions_hub_repo",
+        "use_transformers_continuous_batching",
+        "transformers_continuous_batching_config",
+        "use_transformers_paged",
+    ),
+    "vllm_importance_sampling_cap",
+}
+
+
+def refuse_newer(settings: Mapping[str, Any]) -> None:
+    """Refuse settings of a newer TRL, which nothing here may implement, unless they have their defaults."""
+    for spec in dataclasses.fields(trl.GRPOConfig):
+        if spec.name not in _OF_TRL and spec.name not in TrainingArguments.__dataclass_fields__:
+            factory = spec.default_factory
+            default = spec.default if factory is dataclasses.MISSING else factory()
+            if (value := settings[spec.name]) != default:
+                raise ConfigError(
+                    f"{spec.name}={value!r}: grpo_ext does not know this setting of trl {trl.__version__}. Leave it at "
+                    f"{default!r}, or install {WORKS}."
+                )
 
 
 def check_values(settings: Mapping[str, Any]) -> None:

@@ -98,6 +98,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
         teacher_model: Any = None,
+        **added: Any,
     ) -> None:
         compat.verify_overrides(GRPOTrainer)
         show_messages()
@@ -128,6 +129,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 tools=tools,
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
+                **added,
             )
         self._build(config, args, adapters, reference, teacher_model)
 
@@ -135,6 +137,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.end_event_loop_with(self)
         train_in_float32(self.model, adapters)
         self._view = TrainerView(self, GRPOTrainer)
+        self._view.verify()
         use_fixed_models(reference, teacher, self._view, config)
         parts = Components(self._view, config, user_args)
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
@@ -145,10 +148,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
-    def create_accelerator_and_postprocess(self) -> None:
+    def create_accelerator_and_postprocess(self, **added: Any) -> None:
         """Like TRL's method, with an accelerator for users' code, and in fp16 with this package's loss scaler."""
         leave_in_order()
-        super().create_accelerator_and_postprocess()
+        super().create_accelerator_and_postprocess(**added)
         self.accelerator = UsersAccelerator.of(self.accelerator)
         reduce_in_float32(self.accelerator)
         if self.is_fsdp_enabled:
@@ -156,10 +159,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.args.fp16:
             install_loss_scaler(self.accelerator)
 
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None, **added: Any) -> Any:
         if training:
             self._keeper.optimizer.identity()
-        model = super()._wrap_model(model, training, dataloader)
+        model = super()._wrap_model(model, training, dataloader, **added)
         return replicate(self.accelerator, model) if training else model
 
     @property
@@ -216,9 +219,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None, **added: Any) -> Any:
         """Like transformers' method, and checked; the trail of the run has the norm of every step."""
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm = super()._get_grad_norm(model, grad_norm, **added)
         self._step_planner.check_gradient(self._keeper.note_norm(norm, self._get_learning_rate()))
         return norm
 
@@ -243,18 +246,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
+        **added: Any,
     ) -> Any:
         """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
         options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         with self._keeper.saving_on_failure(lambda: self._save_checkpoint(self.model, None)):
-            output: Any = super().evaluation_loop(dataloader, *options)
+            output: Any = super().evaluation_loop(dataloader, *options, **added)
         pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
         return output
 
-    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test", **added: Any) -> Any:
         """Like transformers' method. Its metrics are not logged, so they are cleared before the next evaluation."""
-        output = super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        output = super().predict(test_dataset, ignore_keys, metric_key_prefix, **added)
         self._metrics["eval"].clear()
         return output
 
@@ -305,9 +309,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         """What a dictionary adds to the loss of the step, as in TRL; outside a step it is a whole step."""
         return self._loss_overrides.loss(model, inputs)
 
-    def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float) -> torch.Tensor:
+    def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float, **added: Any) -> torch.Tensor:
         of_step = self._loss_overrides.entropy_mask(entropies, mask, threshold)
-        return super().get_high_entropy_mask(entropies, mask, threshold) if of_step is None else of_step
+        return super().get_high_entropy_mask(entropies, mask, threshold, **added) if of_step is None else of_step
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -325,6 +329,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         call = self._forwards.call_with(*tensors)
         if call is None and any(value is not None for value in images.values()):
             return super()._get_per_token_logps_and_entropies(model, *tensors, *options, **images)
+        compat.refuse_unknown(images)
         call = call or self._forwards.own_call(*tensors, logits_to_keep)
         scores = self._forwards.trl_log_probs(model, call, *options)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
@@ -334,10 +339,10 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self._trl_methods.score(inputs)
 
-    def _generate(self, prompts: list[Any]) -> Any:
+    def _generate(self, prompts: list[Any], **added: Any) -> Any:
         """TRL's tuple of eight: by this trainer's turns inside a user's `_generate`, else by TRL's method."""
         generated = self._trl_methods.generate(prompts)
-        return super()._generate(prompts) if generated is None else generated
+        return super()._generate(prompts, **added) if generated is None else generated
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         return self._trl_methods.rewards(inputs, prompts, completions, completion_ids_list)
@@ -352,12 +357,16 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def trl_turn(self, *args: Any, **kwargs: Any) -> Any:
         with without_router_logits(self.model.config):
-            return super()._generate_single_turn(*args, **kwargs)
+            return compat.values_of("_generate_single_turn", super()._generate_single_turn(*args, **kwargs))
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+        **added: Any,
     ) -> Any:
         """Train; logs the plan once. Arguments and result are those of `transformers.Trainer.train`.
 
@@ -382,17 +391,17 @@ class GRPOTrainer(trl.GRPOTrainer):
                 if not self._forwards.sharded:  # else the loop prepares the models first
                     self._forwards.choose_forms(self._view.models)
                 with self._keeper.running(checkpoint), contextlib.closing(self._rollouts):
-                    return super().train(checkpoint, trial, ignore_keys_for_eval)
+                    return super().train(checkpoint, trial, ignore_keys_for_eval, **added)
 
     def rerun(self, step: int, *, gradients: bool = False, call_rewards: bool = False) -> Rerun:
         """Run a step of the run in `output_dir` again, instead of `train()`; see `run.rerun.StepAgain.run`."""
         return self._again.run(self.train, step, gradients, call_rewards)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None, **added: Any) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""
         logs |= self._keeper.values_for(logs)
         with completions_logged(self._view, logs):
-            super().log(logs, start_time)
+            super().log(logs, start_time, **added)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Like transformers' method, without its warning of another micro-batch size."""
@@ -406,35 +415,35 @@ class GRPOTrainer(trl.GRPOTrainer):
             if replaced is not None:
                 super()._run_epoch(*args, **{**kwargs, **replaced})
 
-    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> Any:
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float, **added: Any) -> Any:
         """Like transformers' method, but keeps the checkpoint that an interrupted run resumes from."""
         watch = self._keeper.watch
         if watch.evaluation_due and not watch.stopping:  # of the last step of all
             self._keeper.evaluate_late(trial)
         with assigned(self.args, save_total_limit=None if watch.stopping else self.args.save_total_limit):
-            return super()._finalize_training(trial, num_train_samples, start_time)
+            return super()._finalize_training(trial, num_train_samples, start_time, **added)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None, **added: Any) -> None:
         with dtypes_kept(self.model), assigned(self, _loads_from=resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model, **added)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None, **added: Any) -> None:
         changes = self._keeper.compare()  # `create_optimizer` may have built them since the checkpoint was read
-        self._keeper.optimizer.load(partial(super()._load_optimizer_and_scheduler, checkpoint), changes)
+        self._keeper.optimizer.load(partial(super()._load_optimizer_and_scheduler, checkpoint, **added), changes)
 
-    def _load_best_model(self) -> None:
+    def _load_best_model(self, **added: Any) -> None:
         with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):
-            super()._load_best_model()
+            super()._load_best_model(**added)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         load_renamed(self.model, self._loads_from, load_result.missing_keys)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any, **added: Any) -> None:
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
         final, push = self._checkpoint_folder(trial), self.args.push_to_hub
         with self._keeper.saving(final), assigned(self.args, push_to_hub=False):
-            super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial, **added)
         if push:  # once the checkpoint has its final name
             self._push_from_checkpoint(str(final))
 
@@ -443,9 +452,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_world_process_zero():
             complete_card(self._view, self._keeper.writing_to and self._checkpoint_folder(None).name)
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: Any, **added: Any) -> str:
         """While a checkpoint is written, the folder in which it becomes complete."""
-        return self._keeper.writing_to or super()._get_output_dir(trial)
+        return self._keeper.writing_to or super()._get_output_dir(trial, **added)
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

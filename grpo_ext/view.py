@@ -38,8 +38,14 @@ _PRIVATE = {
     "environment_tools": "_env_tools",
     "environment_pools": "_environment_pool",
 }
-# attributes that a trainer without vLLM, asynchronous functions or environments lacks
-_ABSENT: dict[str, Any] = {"vllm_generation": None, "async_loop": None, "_env_tools": {}, "_environment_pool": {}}
+# attributes that a trainer without vLLM, asynchronous functions or environments lacks, and the one that says so
+_ABSENT: dict[str, tuple[Any, str]] = {
+    "vllm_generation": (None, "use_vllm"),
+    "_last_loaded_step": (-1, "use_vllm"),
+    "async_loop": (None, "_has_async_funcs"),
+    "_env_tools": ({}, "environment_factories"),
+    "_environment_pool": ({}, "environment_factories"),
+}
 
 
 class TrainerView:
@@ -134,8 +140,16 @@ class TrainerView:
         def __getattr__(self, name: str) -> Any:
             name = _PRIVATE.get(name, name)
             if name in _ABSENT:
-                return getattr(self._trainer, name, copy(_ABSENT[name]))
+                return getattr(self._trainer, name, copy(_ABSENT[name][0]))
             return getattr(self._trainer, name)
+
+    def verify(self) -> None:
+        """Raise a ContractError that names the attributes that TRL's trainer lacks."""
+        later = {"geometry", "generation_config", "generation_kwargs"}  # the last two are absent with vLLM
+        names = {_PRIVATE.get(name, name) for name in TrainerView.__annotations__.keys() - later}
+        names -= {name for name, (_, needed_for) in _ABSENT.items() if not getattr(self._trainer, needed_for, None)}
+        if missing := sorted(name for name in names if not hasattr(self._trainer, name)):
+            raise compat.misfit(f"GRPOTrainer has no {', '.join(missing)}")
 
     @property
     def group_size(self) -> int:

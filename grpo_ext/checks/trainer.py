@@ -236,6 +236,7 @@ def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
 
 def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[str]) -> None:
     """Warn of what the promise leaves out; refuse parts that were replaced since the trainer was built."""
+    compat.warn_of_untested_versions()
     refuse_overrides(view)
     if view.args.bitwise_invariant:
         check_bitwise(view, rollouts)

@@ -24,6 +24,7 @@ from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
 from ..batching.sizes import ChunkSizes
+from ..compat import values_of
 from ..errors import RolloutError, refuse_combination
 from ..forward.routing import LIVE, Router
 from ..runtime.attributes import assigned
@@ -62,12 +63,13 @@ class VllmEngine:
         llm = self.generation.llm
         prompts = [transcript.all_ids for transcript in transcripts]
         with assigned(llm, seeds=seeds, completions=[]):
-            _, ids, logps, _ = self.generation.generate(
+            returned = self.generation.generate(
                 prompts=prompts,
                 images=images_shown(transcripts),
                 num_generations=sizes.group,
                 profiler=self.profile("vLLM.generate"),
             )
+            _, ids, logps, _ = values_of("generate", returned)
             first = self.generation.accelerator.process_index % engines * len(ids)  # among the rows of all ranks
             completions = llm.completions[first : first + len(ids)]
         sampled = sampled_of(self.generation, ids, logps, completions)

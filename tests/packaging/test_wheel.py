@@ -1,6 +1,7 @@
 """The wheel: it builds, holds what it should and nothing else, and works where nothing of this repository is near.
 Installed without its dependencies, which are those of the environment of the tests; nothing is downloaded."""
 
+import re
 import shutil
 import sysconfig
 import venv
@@ -9,6 +10,9 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from packaging.specifiers import SpecifierSet
+
+from grpo_ext.compat import TESTED
 
 from .start import ROOT, call, write_start
 
@@ -67,7 +71,9 @@ def test_wheel_holds_every_module_the_licence_and_nothing_else(installed):
     assert {name.split("/")[0] for name in names} == {"grpo_ext", "grpo_ext-0.1.0.dist-info"}
     assert {"METADATA", "RECORD", "entry_points.txt", "licenses/LICENSE"} <= beside
     assert "License-Expression: Apache-2.0" in metadata
-    assert "Requires-Dist: trl<2,>=1.15" in metadata
+    for name, versions in TESTED.items():  # pip installs no version that was not tested
+        [needed] = [text for text in re.findall("Requires-Dist: (.*)", metadata) if re.match(f"{name}[<>]", text)]
+        assert SpecifierSet(needed.removeprefix(name)) == SpecifierSet(versions)
 
 
 def test_commands_work_outside_the_repository(installed):

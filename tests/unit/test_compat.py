@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import warnings
+from typing import Any
 
 import pytest
 import trl
@@ -11,6 +12,7 @@ from peft import LoraConfig
 from grpo_ext import GRPOConfig, GRPOTrainer, compat
 from grpo_ext.errors import ContractError
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.trainers import make
 
 
 @pytest.fixture
@@ -36,7 +38,57 @@ def test_a_parameter_more_on_a_method_that_is_overridden_is_named(monkeypatch, v
     text = str(caught.value)
     assert "GRPOTrainer._compute_loss takes (model, inputs, extra), not (model, inputs)" in text
     assert f"trl {trl.__version__}" in text
-    assert "1.15 and 1.16" in text
+    assert "Install trl>=1.15,<1.17 and transformers>=5.20,<6" in text
+
+
+def test_a_parameter_with_a_default_fits_and_is_passed_on(monkeypatch, verify_anew, tmp_path):
+    received: list[Any] = []
+    inner = trl.GRPOTrainer.log
+
+    def log(self: Any, logs: Any, start_time: Any = None, added: int = 0) -> None:
+        received.append(added)
+        inner(self, logs, start_time)
+
+    monkeypatch.setattr(trl.GRPOTrainer, "log", log)
+    trainer = make(tmp_path)
+    trainer.log({"loss": 1.0})
+    trainer.log({"loss": 1.0}, added=3)
+    assert received == [0, 3]
+
+
+def test_what_trls_methods_return_is_counted_before_a_trainer_is_built(monkeypatch, verify_anew, tmp_path):
+    def five(self: Any, prompts: Any) -> Any:
+        return prompts, 1, 2, 3, 4
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate", five)
+    with pytest.raises(ContractError, match=r"_generate returns \(prompts, 1, 2, 3, 4\), not 8 values"):
+        make(tmp_path)
+
+
+@pytest.mark.parametrize("returned", [(1, 2, 3, 4, 5), [1, 2, 3, 4], None])
+def test_or_at_its_first_call_where_the_source_does_not_show_it(returned):
+    assert compat._returns_otherwise("generate", len) is None
+    assert compat.values_of("generate", (1, 2, 3, 4)) == (1, 2, 3, 4)
+    with pytest.raises(ContractError, match=r"generate returned [15] values, not 4"):
+        compat.values_of("generate", returned)
+
+
+def test_an_option_that_trl_passes_too_is_ours(monkeypatch):
+    monkeypatch.setattr(compat.vllm_generation, "LLM", dict, raising=False)
+    with compat.starting_vllm_with({"logprobs_mode": "processed_logprobs"}):
+        started = compat.vllm_generation.LLM(model="tiny", logprobs_mode="raw_logprobs")
+    assert started == {"model": "tiny", "logprobs_mode": "processed_logprobs"}
+
+
+@pytest.mark.parametrize("needed", ["_env_tools", "_environment_pool", "async_loop", "vllm_generation"])
+def test_an_attribute_that_is_missing_where_it_is_needed_is_named(tmp_path, needed):
+    trainer = make(tmp_path)
+    trainer._view.verify()
+    trainer.environment_factories, trainer._has_async_funcs, trainer.use_vllm = {None: dict}, True, True
+    for name in {"_env_tools", "_environment_pool", "async_loop", "vllm_generation", "_last_loaded_step"} - {needed}:
+        setattr(trainer, name, {})
+    with pytest.raises(ContractError, match=f"GRPOTrainer has no {needed}\\."):
+        trainer._view.verify()
 
 
 @pytest.mark.parametrize("hidden", [True, False])
