@@ -37,7 +37,6 @@ from .rollouts.ahead import divide_threads
 from .rollouts.decoding import without_router_logits
 from .rollouts.settings import reward_functions
 from .rollouts.vllm_weights import engine_options
-from .run.checkpoint import create_output_dir
 from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
@@ -108,8 +107,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         reward_funcs = check_teacher(config, model, teacher_model, processing_class, reward_funcs, environment_factory)
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
-        if loop_args.should_save:
-            create_output_dir(str(loop_args.output_dir))
         adapters, options = trained_values(model), engine_options(config, model, peft_config, rollout_func)
         hidden = {} if reference is None else {"beta": 0.0, "sync_ref_model": False}  # TRL would load a reference
         for_trl = assigned(loop_args, steps_per_generation=config.geometry.micro_batches_sampled, **hidden)

@@ -30,6 +30,7 @@ from ..rollouts.settings import CHANGE_ROWS, advantage_rule, own_sampling, suppr
 from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_names, check_tools
 from ..rollouts.vllm import SENT
+from ..run.checkpoint import create_output_dir
 from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
@@ -76,6 +77,8 @@ def check_arguments(
         raise ConfigError(
             "dynamic_sampling=True draws from the whole training set, and this one is a stream; use one with a length."
         )
+    if config.should_save:
+        create_output_dir(str(config.output_dir))
     return processing_class
 
 

@@ -220,9 +220,7 @@ class RunKeeper(TrainerCallback):
         from_main_process(self.accelerator, lambda: refuse_other_engine(checkpoint, self.accelerator))
         listing, processes = folders.read_listing(Path(checkpoint)), self.accelerator.num_processes
         if listing is None:
-            logger.warning(
-                f"{checkpoint} has no checksums (another trainer wrote it), so it is read without verification."
-            )
+            logger.warning(f"{checkpoint} has no checksums (another trainer's), so it is read without verification.")
         elif self.view.is_deepspeed_enabled and listing["processes"] != processes:
             raise CheckpointError(
                 f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed needs as many to read "
