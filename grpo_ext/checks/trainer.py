@@ -34,6 +34,7 @@ from ..run.checkpoint import create_output_dir
 from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
+from ..step.gradients import refuse_gradient_hooks
 from ..view import TrainerView
 from . import model as models
 from . import settings
@@ -241,6 +242,7 @@ def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[
     """Warn of what the promise leaves out; refuse parts that were replaced since the trainer was built."""
     compat.warn_of_untested_versions()
     refuse_overrides(view)
+    refuse_gradient_hooks(view.model, shards_parameters(view.accelerator))  # before forms and buffers are compared
     if view.args.bitwise_invariant:
         check_bitwise(view, rollouts)
     settings.check_replay(view)

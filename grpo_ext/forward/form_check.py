@@ -246,7 +246,12 @@ def _perturbed(policy: Any, unit: float, seed: int) -> Iterator[None]:
             generators[output.device] = torch.Generator(output.device).manual_seed(seed)
         wide = torch.promote_types(output.dtype, torch.float32)
         size = max(unit, _unit(output.dtype))
-        draw = torch.rand(output.shape, generator=generators[output.device], device=output.device, dtype=wide)
+        try:
+            draw = torch.rand(output.shape, generator=generators[output.device], device=output.device, dtype=wide)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            return output  # under torch.vmap, which allows no random numbers
         return (output.to(wide) * (1 + size * (2 * draw - 1))).to(output.dtype)
 
     with ExitStack() as hooks:

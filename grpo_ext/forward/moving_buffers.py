@@ -19,7 +19,7 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
     """
     before = _buffers(model)
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in before}
-    if all(type(owner).__module__.split(".")[0] == "transformers" for owner in owners.values()):  # frequencies, caches
+    if not before:
         return []
     modes = [(module, module.training) for module in model.modules()]
     parameters = [p for p in model.parameters() if p.requires_grad and with_gradients]
@@ -28,20 +28,22 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
         for name, buffer in buffers.items():
             owners[name]._buffers[name.rpartition(".")[2]] = buffer
 
+    def trained() -> list[torch.Tensor]:
+        """Log-probabilities, and the norms of gradients, of a training forward; a backward pass may move buffers."""
+        model.train()
+        with torch.set_grad_enabled(bool(parameters)):
+            logps = log_probs()
+            parts = torch.autograd.grad(logps.sum(), parameters, materialize_grads=True) if parameters else ()
+        return [logps.detach(), torch.tensor([0.0, *(float(part.norm()) for part in parts)])]
+
     def results(buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         use(copy.deepcopy(buffers))  # modules that share a buffer share its copy
         model.eval()
-        evaluated = log_probs()
-        model.train()
-        with torch.set_grad_enabled(bool(parameters)):
-            trained = log_probs()
-            parts = torch.autograd.grad(trained.sum(), parameters, materialize_grads=True) if parameters else ()
-        return [evaluated, trained.detach(), torch.tensor([0.0, *(float(part.norm()) for part in parts)])]
+        return [log_probs(), *trained()]
 
     try:
         use(copy.deepcopy(before))
-        model.train()
-        log_probs()
+        trained()
         after = _buffers(model)
         moved = [name for name in before if not torch.equal(before[name], after[name])]
         return moved if moved and any(map(_differ, results(before), results(before), results(after))) else []

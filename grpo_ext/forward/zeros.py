@@ -9,15 +9,16 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 _SIZE = 0.25  # of the values, divided by the root of the inputs that are summed
+_FEW, _SMALL = 2**16, 1e-2  # elements of a gate or a scale at most, and the size that they begin with (LayerScale)
 
 
 @contextmanager
 def zeros_filled(model: Any) -> Iterator[None]:
-    """Inside, random values are added to parameters that are zero by half or more, and to rows 0 that are.
+    """Inside, random values are added to parameters that are zero, or short and small, by half or more.
 
-    A gate, or a convolution that begins as the identity, hides at the start what the modules behind it do between
-    tokens; so does the embedding of token 0, with which forwards pad (`TokenRows.padded`), whatever sampling pads with.
-    What ZeRO-3 has partitioned stays as it is.
+    A gate, a scale of 1e-5, or a convolution that begins as the identity, hides at the start what the modules behind it
+    do between tokens; so does the embedding of token 0 where it is zero, with which forwards pad (`TokenRows.padded`),
+    whatever sampling pads with. What ZeRO-3 has partitioned stays as it is.
     """
     generator = torch.Generator().manual_seed(0)
     _reshard(model)
@@ -38,7 +39,8 @@ def zeros_filled(model: Any) -> Iterator[None]:
 
 
 def _is_mostly_zero(values: torch.Tensor) -> bool:
-    return values.is_floating_point() and bool(0 < values.numel() >= 2 * values.count_nonzero())
+    size, small = values.numel(), _SMALL if values.dim() < 2 and values.numel() <= _FEW else 0.0
+    return values.is_floating_point() and bool(0 < size >= 2 * (values.abs() > small).sum())
 
 
 def _reshard(model: Any) -> None:

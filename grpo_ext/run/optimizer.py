@@ -71,6 +71,11 @@ class RunOptimizer:
         # described before its first step, and before an engine replaces its weights
         if optimizer is not None and not isinstance(optimizer, AcceleratedOptimizer):
             check_weights(optimizer, self.view.policy)
+            if schedule is not None and getattr(schedule, "optimizer", optimizer) is not optimizer:
+                raise ModelError(
+                    f"the schedule {type(schedule).__name__} moves the learning rate of another optimizer than this "
+                    "run's; build it from the optimizer that you pass with it, or pass none."
+                )
             self._described = _described(optimizer, self.view.policy)
         return self._described | ({} if schedule is None else {"lr_scheduler": type(schedule).__qualname__})
 

@@ -14,7 +14,8 @@ hooks on gradients run once, on the gradient of the step: what they return need 
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -47,17 +48,15 @@ def refuse_gradient_hooks(model: torch.nn.Module, sharded: bool) -> None:
     for name, parameter in model.named_parameters():
         late = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
         users = [hook for hook in late if not str(hook.__module__).startswith("deepspeed.")]
-        if users or (sharded and parameter._backward_hooks):
+        hooks = (parameter._backward_hooks or {}).values()
+        # those of torch's register_multi_grad_hook fail outside of a backward pass
+        places = {getattr(hook, "__globals__", {}).get("__name__") for hook in hooks}
+        if users or (sharded and hooks) or "torch.autograd.graph" in places:
             raise ConfigError(
                 f"a hook on the gradient of {name} would run during the backward pass, before the step's gradient is "
                 "complete; remove it, or register it with register_hook and train with DDP, where it runs once, on "
                 "the gradient of the step. An optimizer has to act in its step(), for example optim='adamw_torch'."
             )
-
-
-def _used_anywhere(used: Sequence[bool], accelerator: Accelerator) -> list[bool]:
-    used_here = torch.tensor(used, dtype=torch.int32, device=accelerator.device)
-    return collectives.stack_over_processes(used_here).amax(0).bool().tolist()
 
 
 def _drop(parameter: torch.Tensor) -> None:
@@ -71,9 +70,21 @@ class NativeGradients:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.accelerator = accelerator
         self._contributes = True  # the backward pass that runs
+        self._hooked: Collection[str] = ()  # parameters with hooks of users, on any process
 
     def collecting(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def _with_hooks(self) -> set[str]:
+        return {name for name, parameter in self.parameters.items() if parameter._backward_hooks}
+
+    def _used_anywhere(self, used: Collection[str]) -> list[str]:
+        """The parameters that any process uses; notes those with hooks too."""
+        flags = [name in names for names in (used, self._with_hooks()) for name in self.parameters]
+        here = torch.tensor(flags, dtype=torch.int32, device=self.accelerator.device).view(2, -1)
+        everywhere = collectives.stack_over_processes(here).amax(0).tolist()
+        used_anywhere, self._hooked = ([*itertools.compress(self.parameters, row)] for row in everywhere)
+        return used_anywhere
 
     def backward(self, run: Callable[[], None], contributes: bool) -> None:
         """Run a backward pass without the hooks of users; one that does not contribute leaves no gradient."""
@@ -94,12 +105,11 @@ class NativeGradients:
         accelerator, scaler, hooked = self.accelerator, self.accelerator.scaler, list[torch.Tensor]()
         scale = 1.0 if scaler is None else scaler.get_scale()
         with collectives.together("hooks on gradients"), torch.no_grad():
-            for parameter in self.parameters.values():
-                gradient, hooks = parameter.grad, parameter._backward_hooks
-                if gradient is None or not hooks:
+            for name, parameter in self.parameters.items():
+                if (gradient := parameter.grad) is None or name not in self._hooked:
                     continue
                 gradient = gradient / scale
-                for hook in [*hooks.values()]:
+                for hook in [*(parameter._backward_hooks or {}).values()]:
                     returned = hook(gradient)
                     gradient = gradient if returned is None else returned
                 # a hook may draw random numbers; adding -0.0 changes no bit
@@ -115,10 +125,10 @@ class NativeGradients:
     def finish(self, count: int) -> None:
         """Sum over all processes after `count` backward passes of this one."""
         if self.accelerator.num_processes == 1:
+            self._hooked = self._with_hooks()
             return
-        parameters = list(self.parameters.values())
-        anywhere = _used_anywhere([p.grad is not None for p in parameters], self.accelerator)
-        shared = [p for p, used in zip(parameters, anywhere, strict=True) if used]
+        used = {name for name, parameter in self.parameters.items() if parameter.grad is not None}
+        shared = [self.parameters[name] for name in self._used_anywhere(used)]
         for parameter in shared:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -162,9 +172,7 @@ class FixedPointGradients(NativeGradients):
         """Sum over all processes; a PrecisionError on all if a term was not finite or out of range on any."""
         device = self.accelerator.device
         terms = int(collectives.stack_over_processes(torch.tensor(float(count), device=device)).sum())
-        anywhere = _used_anywhere([name in self._sums for name in self.parameters], self.accelerator)
-        names = [name for name, used in zip(self.parameters, anywhere, strict=True) if used]
-        if not names:
+        if not (names := self._used_anywhere(self._sums)):
             return
         highest = torch.stack([self._sum_of(name).largest.to(device) for name in names])
         everyone = collectives.stack_over_processes(highest).nan_to_num(nan=float("inf")).amax(0).tolist()

@@ -132,7 +132,10 @@ class Attempt:
         if norm is None or 0 <= norm < math.inf or self.forwards.accelerator.mixed_precision == "fp16":
             return
         modules = self._first_modules(backward=True)
-        cause = "that of each completion by itself is finite, so their sum, or its norm, overflows"
+        cause = (
+            "it is not seen at the output of a module, so it comes from a loss of your own, a hook on a gradient, or a "
+            "sum or norm that overflows"
+        )
         if modules:
             rows, prompts = [*modules], sorted({self.rollout.groups[row] for row in modules})
             cause = (

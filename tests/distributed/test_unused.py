@@ -42,6 +42,11 @@ def test_completions_that_add_nothing_count_as_use_where_they_run(tmp_path):
     assert error(skipped, unskipped) > DIFFERENT  # the weight decay of the others
 
 
+def test_a_hook_may_be_on_one_process_alone(apart):
+    plain = of(apart, "sgd", 0)[0]
+    assert all(error(plain, of(apart, "watched", rank)[0]) < UPDATE for rank in range(3))
+
+
 def test_all_processes_learn_the_same_from_a_hook_that_draws_noise(apart):
     updates = [of(apart, "noise", rank)[0] for rank in range(3)]
     assert torch.equal(updates[0], updates[1])

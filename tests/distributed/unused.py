@@ -24,11 +24,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "bitwise": {"weight_decay": 0.1, "bitwise_invariant": True, "adam_epsilon": 1e-8},
     "clamp": {**SGD, "bitwise_invariant": True},
     "noise": SGD,
+    "watched": SGD,
 }
 HOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamp": lambda gradient: gradient.clamp(-1e-3, 1e-3) * (gradient > 0),
     "noise": lambda gradient: gradient + 1e-3 * torch.randn_like(gradient),
 }
+# hooks of single processes: the main process watches, and what another one returns does not count
+WATCHED = {"0": lambda gradient: None, "2": HOOKS["clamp"]}
 
 
 def one_group_teaches(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
@@ -48,8 +51,9 @@ def run(folder: Path, name: str, reward: Any = one_group_teaches, **changes: Any
         parameters = trainer.model.named_parameters()
         used.append([path for path, p in parameters if ".experts." in path and p.grad is not None])
 
-    for parameter in trainer.model.parameters() if name in HOOKS else ():
-        parameter.register_hook(HOOKS[name])
+    hook = WATCHED.get(os.environ.get("RANK", "")) if name == "watched" else HOOKS.get(name)
+    for parameter in trainer.model.parameters() if hook is not None else ():
+        parameter.register_hook(hook)
     trainer.add_callback(on("on_pre_optimizer_step", note))
     return change(trainer), used
 

@@ -35,6 +35,22 @@ class Canon(torch.nn.Module):
         return self.inner(hidden_BLH + mixed_BHL.transpose(1, 2))
 
 
+class Scaled(torch.nn.Module):
+    """A mean over the positions up to each token, scaled as by LayerScale."""
+
+    def __init__(self, inner: torch.nn.Module, scale: float) -> None:
+        super().__init__()
+        self.inner, self.mean = inner, CausalMean(torch.nn.Identity())
+        self.scale = torch.nn.Parameter(torch.full((32,), scale))
+
+    def forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden_BLH) + self.scale * self.mean(hidden_BLH)
+
+
+def with_scale(scale: float) -> Any:
+    return with_module(lambda inner: Scaled(inner, scale))
+
+
 def with_module(wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> Any:
     """A Qwen2 with a user's module around the first MLP."""
     torch.manual_seed(0)

@@ -85,14 +85,39 @@ class Cache(Around):
         return output * self.state if len(self.state) > 1 else output * torch.arange(float(output.size(-1))).cos()
 
 
+NORMS = (spectral_norm, parametrizations.spectral_norm)  # of a projection
+
+
 def model_with(kind: Any) -> Any:
     model = tiny_model()
     layer = model.model.layers[0]
     if isinstance(kind, type):
         layer.mlp = kind(layer.mlp, torch.zeros(1 if kind in (Counter, Cache) else model.config.hidden_size))
     elif kind is not None:
-        kind(layer.mlp.up_proj)
+        kind(layer.mlp.up_proj if kind in NORMS else layer.mlp)
     return model
+
+
+def by_a_hook(layer: Any, moves: Any) -> None:
+    """A user's buffer in a module of transformers, which hooks read, and move where `moves` says."""
+    layer.register_buffer("mean", torch.zeros(32))
+
+    def read(module: Any, args: Any) -> Any:
+        if layer.training and moves():
+            layer.mean = 0.9 * layer.mean + 0.1 * args[0].detach().mean((0, 1))
+        return (args[0] - layer.mean,)
+
+    layer.register_forward_pre_hook(read)
+
+
+def in_backward(layer: Any) -> None:
+    """The same, moved by the backward pass."""
+    by_a_hook(layer, lambda: False)
+
+    def move(module: Any, inputs: Any, outputs: Any) -> None:
+        layer.mean = layer.mean + outputs[0].mean((0, 1)).sign()
+
+    layer.register_full_backward_hook(move)
 
 
 MOVING = {
@@ -101,6 +126,9 @@ MOVING = {
     "layers.0.mlp.state": Ema,
     "0.mlp.state": Gated,
     "mlp.state": RunningInEvaluation,
+    "layers.0.mlp.mean": lambda layer: by_a_hook(layer, lambda: True),
+    "0.mlp.mean": lambda layer: by_a_hook(layer, torch.is_grad_enabled),
+    "mlp.mean": in_backward,
 }
 
 

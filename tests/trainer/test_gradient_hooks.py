@@ -137,6 +137,14 @@ def test_in_fp16_a_hook_has_the_gradient_without_the_loss_scale(tmp_path, monkey
     assert error(small, update(1024.0)) < 0.02  # float16's rounding
 
 
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_for_several_gradients_is_refused(tmp_path, mode):
+    trainer = make(tmp_path, **SGD)
+    torch.autograd.graph.register_multi_grad_hook([*trainer.model.parameters()], lambda *_: None, mode=mode)
+    with pytest.raises(ConfigError, match=r"a hook on the gradient of .* would run during the backward pass"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin"])
 def test_a_hook_after_accumulation_is_refused_whenever_it_comes(tmp_path, event):
     trainer = make(tmp_path, **SGD)

@@ -188,6 +188,15 @@ def test_a_run_resumes_with_objects_that_are_built_alike(tmp_path, build):
     assert torch.equal(parameters(whole), parameters(again))
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_schedule_of_another_optimizer_is_refused(tmp_path, own):
+    model = tiny_model()
+    optimizer = AdamW(model.parameters()) if own else None
+    schedule = ConstantLR(AdamW(model.parameters()))
+    with pytest.raises(ModelError, match="ConstantLR moves the learning rate of another optimizer"):
+        make(tmp_path, model, optimizers=(optimizer, schedule)).train()
+
+
 SCHEDULES = {
     "one that multiplies": lambda optimizer: ExponentialLR(optimizer, 0.1),
     "one with values in the groups": lambda optimizer: OneCycleLR(optimizer, 2.5, 9, cycle_momentum=False),
