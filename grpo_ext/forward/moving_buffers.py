@@ -19,7 +19,9 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
     """
     before = _buffers(model)
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in before}
-    if not before:
+    saved = model.state_dict()
+    users = [n for n, owner in owners.items() if n in saved or not type(owner).__module__.startswith("transformers.")]
+    if not users:  # frequencies, caches
         return []
     modes = [(module, module.training) for module in model.modules()]
     parameters = [p for p in model.parameters() if p.requires_grad and with_gradients]

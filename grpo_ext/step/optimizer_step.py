@@ -165,7 +165,7 @@ class Attempt:
 
         with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
             self.run_again(parts, look)
-        return dict(sorted(gather_lists(first_by_row)))
+        return dict(sorted(dict(gather_lists(first_by_row)).items()))  # of processes that share a row, the last one's
 
 
 @dataclass
