@@ -29,6 +29,7 @@ _MAY_BE_NONE = {"num_generations_eval", "micro_batch_tokens", "top_k", "reward_t
 _MAY_BE_NONE |= {"trust_region_threshold", "sequence_mask_low", "sequence_mask_high", "teacher_kl_coef"}
 _MAY_BE_NONE |= {"eval_pass_threshold"}
 
+_SETTINGS = dataclasses.fields(trl.GRPOConfig)  # as it is now: a script may put this package's in its place
 # the settings that TRL's GRPOConfig adds to transformers' in the tested versions
 _OF_TRL = {
     *("model_init_kwargs", "trust_remote_code", "router_aux_loss_coef", "disable_dropout"),
@@ -71,7 +72,7 @@ _OF_TRL = {
 
 def refuse_newer(settings: Mapping[str, Any]) -> None:
     """Refuse settings of a newer TRL, which nothing here may implement, unless they have their defaults."""
-    for spec in dataclasses.fields(trl.GRPOConfig):
+    for spec in _SETTINGS:
         if spec.name not in _OF_TRL and spec.name not in TrainingArguments.__dataclass_fields__:
             factory = spec.default_factory
             default = spec.default if factory is dataclasses.MISSING else factory()

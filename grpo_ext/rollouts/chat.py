@@ -72,7 +72,7 @@ class Chat:
             raise DataError(f"{ROW_KWARGS}={reprlib.repr(kwargs)} in a row of the data; make it a dictionary, or None.")
         # every row of a data set has the names of all rows, with None where it sets nothing
         named = {name: value for name, value in (kwargs or {}).items() if value is not None}
-        problem = "a template is not applied to a prompt that is a text" if isinstance(row["prompt"], str) else ""
+        problem = "a template is not applied to a prompt that is a text" if isinstance(row.get("prompt"), str) else ""
         if fixed := sorted(_RENDERED & named.keys()):
             problem = f"{', '.join(fixed)} cannot be set by a row"
         if named and problem:

@@ -55,7 +55,7 @@ def _described(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
         digest = hashlib.sha256("\n".join(weights).encode()).hexdigest()[:8]
         values = {n: value for n, value in group.items() if n not in _NOT_COMPARED and not callable(value)}
         values["lr"] = group.get("initial_lr", group.get("lr"))
-        values["weights"] = f"{len(weights)} weights from {', '.join(weights[:1])} on (hash of their names: {digest})"
+        values["weights"] = f"{len(weights)} weights (hash of their names {digest}) from {', '.join(weights[:1])} on"
         described |= {f"optimizer.group {number} {name}": plain(value) for name, value in values.items()}
     return described
 
