@@ -85,8 +85,14 @@ _VARIABLE = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 # the arguments of TRL's log-probabilities that are passed on to a model that takes images
 IMAGE_ARGUMENTS = (
-    *("pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids"),
-    *("mm_token_type_ids", "image_position_ids"),
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
 )
 _OF_IMAGES = (*IMAGE_ARGUMENTS, "num_images", "num_tiles")
 # how many values methods of TRL's return; the last is VLLMGeneration's
@@ -346,6 +352,7 @@ def verify_overrides(ours: type) -> None:
 
 
 def warn_of_untested_versions() -> None:
+    """Warn once, on the main process, of versions outside of `TESTED`."""
     installed = {"trl": trl.__version__, "transformers": transformers.__version__}
     outside = [name for name, versions in TESTED.items() if installed[name] not in SpecifierSet(versions)]
     if outside:

@@ -18,7 +18,7 @@ from ..runtime.collectives import gather_lists, together
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
-from .form_check import DRAWS, PADDINGS, RowsAlone, why_form_fails
+from .form_check import DRAWS, RowsAlone, why_form_fails
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
 from .zeros import zeros_filled
@@ -112,9 +112,10 @@ class ForwardChoice:
         """
         forms, problem, batches = self._of(model), None, list[RowsAlone]()
         try:
-            made = make_rows(base_model_of(model))
-            batches = [RowsAlone(model, rows, self.device, widths) for rows, widths in zip(made, (PADDINGS, (0,)))]
-            if forms.best != "padded" and (longest := max(made[-1].prompts_B)) > _TAKES_LONG:
+            short, *long = make_rows(base_model_of(model))
+            batches = [RowsAlone(model, short, self.device)]
+            batches += [RowsAlone(model, rows, self.device, paddings=(0,)) for rows in long]
+            if forms.best != "padded" and (longest := max(batches[-1].rows.prompts_B)) > _TAKES_LONG:
                 logger.info(f"Comparing {_NAMES[forms.best]} with rows alone, on over {longest} tokens, once.")
         except Exception as error:  # a processor may expect prompts like the user's
             problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
@@ -124,9 +125,9 @@ class ForwardChoice:
                 if (reason := self._why_refused(form, batches, problem)) is None:
                     break
                 forms.refused[form] = reason
-            if (reason := self._why_refused("padded", short := batches[:1])) is not None:
+            if (reason := self._why_refused("padded", batches[:1])) is not None:
                 # images of one batch may be padded to the largest
-                pairs = [alone.pair() for alone in short if alone.rows.images is None]
+                pairs = [alone.pair() for alone in batches[:1] if alone.rows.images is None]
                 equal = pairs and self._why_refused("padded", pairs) is None
                 forms.batching = "equal_lengths" if equal else "single"
                 self._warn(

@@ -20,9 +20,8 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
     before = _buffers(model)
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in before}
     saved = model.state_dict()
-    users = [n for n, owner in owners.items() if n in saved or not type(owner).__module__.startswith("transformers.")]
-    if not users:  # frequencies, caches
-        return []
+    if all(n not in saved and type(owner).__module__.startswith("transformers.") for n, owner in owners.items()):
+        return []  # frequencies, caches
     modes = [(module, module.training) for module in model.modules()]
     parameters = [p for p in model.parameters() if p.requires_grad and with_gradients]
 

@@ -145,7 +145,7 @@ class Transcript:
 
 
 def images_shown(transcripts: Sequence[Transcript]) -> list[list[Any] | None] | None:
-    """The images of each transcript, None for one without; None if there are no images at all."""
+    """The images of each transcript, None for one without; None if no transcript has any."""
     images = [transcript.images or None for transcript in transcripts]
     return images if any(images) else None
 

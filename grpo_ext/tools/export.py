@@ -186,6 +186,12 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
             f"(rounding is up to {_ROUNDING:.0e}): PEFT cannot merge this adapter; export only the adapter."
         )
     merged.to(getattr(torch, dtype or stored)).save_pretrained(folder)
+    written = type(merged).from_pretrained(folder, dtype="auto").state_dict()
+    for name, weight in merged.state_dict().items():
+        if not torch.equal(weight, written[name].to(weight.dtype)):
+            raise CheckpointError(
+                f"{type(merged).__name__} does not load {name} as it was merged and written; export only the adapter."
+            )
     return "merged adapter"
 
 

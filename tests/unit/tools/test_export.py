@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    LlamaForCausalLM,
 )
 
 from grpo_ext.errors import CheckpointError, ConfigError
@@ -243,3 +244,16 @@ def test_a_merge_that_changes_the_model_is_refused(tmp_path):
     assert nothing_left(tmp_path)
     adapted(tmp_path / "base", tmp_path / "other", target_modules=["in_proj", "out_proj"])
     assert export(tmp_path / "other", tmp_path / "out", merge_adapter=True, base=str(tmp_path / "base"))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`", "ignore:Input and output embeddings")
+def test_a_class_that_ties_whatever_its_configuration_says_is_refused(tied, tmp_path, monkeypatch):
+    adapted(tied, tmp_path / "adapter", target_modules=["embed_tokens"])
+
+    def tie(self: Any, *args: Any, **kwargs: Any) -> None:
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+    monkeypatch.setattr(LlamaForCausalLM, "tie_weights", tie)
+    with pytest.raises(CheckpointError, match=r"LlamaForCausalLM does not load \S+ as it was merged"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True, base=str(tied))
+    assert nothing_left(tmp_path)
