@@ -11,6 +11,7 @@ server's gets fresh interpreters. So do launches on a machine with accelerators,
 """
 
 import contextlib
+import faulthandler
 import functools
 import json
 import multiprocessing
@@ -83,7 +84,7 @@ def run(
 ) -> tuple[int | None, str, str]:
     """Status, output and errors of forked processes; the status is None where they took longer.
 
-    As in torch's launcher the first failure ends the others, and the status is 1 where there are several.
+    Those that took longer say where they are, in the errors. As in torch's launcher the first failure ends the others, and the status is 1 where there are several.
     """
     failed: Any = None
     end = time.monotonic() + timeout_s
@@ -96,7 +97,9 @@ def run(
                 if failed is None and (failed := next((p for p in processes if p.exitcode), None)) is not None:
                     end = min(end, time.monotonic() + PATIENCE_S)
                     signal_to(processes, signal.SIGTERM)
-            late = failed is None and any(process.exitcode is None for process in processes)
+            if late := failed is None and any(process.exitcode is None for process in processes):
+                signal_to(processes, signal.SIGUSR1)  # they write where they are
+                time.sleep(1.0)
         finally:
             signal_to(processes, signal.SIGKILL)
             for process in processes:
@@ -190,6 +193,7 @@ def be(
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for path, descriptor in ((output, 1), (errors, 2)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
+        faulthandler.register(signal.SIGUSR1, file=2)
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
