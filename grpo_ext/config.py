@@ -277,7 +277,8 @@ class GRPOConfig(trl.GRPOConfig):
 
     # Refusals.
     allow_split_dependent: bool = setting(
-        "Warn, not refuse, if the model or settings make the update depend on the split (dropout, BatchNorm, NEFTune).",
+        "Warn, not refuse, if the model or settings make the update depend on the split (BatchNorm, NEFTune, and "
+        "dropout that does not belong to tokens).",
         default=False,
     )
 

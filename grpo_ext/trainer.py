@@ -384,7 +384,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             threads = divide_threads(self.args, self.accelerator.device)
             self._rollouts.begin(threads.sampling)
             warn_before_training(self._view, self._rollouts, self._uncovered)
-            with pinned(self.args.pinned_threads), computing_with(threads.training):
+            dropout = self._forwards.keyed_dropout(self.model)
+            with pinned(self.args.pinned_threads), computing_with(threads.training), dropout:
                 if not self._forwards.sharded:  # else the loop prepares the models first
                     self._forwards.choose_forms(self._view.models)
                 with self._keeper.running(checkpoint), contextlib.closing(self._rollouts):

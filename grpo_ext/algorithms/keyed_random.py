@@ -1,16 +1,18 @@
 """Counter-based random numbers: the number of a token depends only on its key, never on a generator's history.
 
 The key is (seed, stream, rollout, prompt, generation, token position); the mixer is SplitMix64's finaliser (Steele,
-Lea, Flood, OOPSLA 2014), written with 64-bit integers that wrap around. Used by rollouts.keyed.
-Shapes: B rows, V vocabulary.
+Lea, Flood, OOPSLA 2014), written with 64-bit integers that wrap around. Used by rollouts.keyed and forward.dropout.
+Shapes: B rows, N tokens, V vocabulary.
 """
+
+from collections.abc import Sequence
 
 import torch
 
-TRAIN_STREAM, EVAL_STREAM, ORDER_STREAM, FURTHER_STREAM = 1, 2, 3, 4
+TRAIN_STREAM, EVAL_STREAM, ORDER_STREAM, FURTHER_STREAM, DROPOUT_STREAM = 1, 2, 3, 4, 5
 _MASK64 = (1 << 64) - 1
 _BLOCK = 128  # tokens; a divisor of most large vocabularies
-GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def signed(x: int) -> int:
@@ -26,8 +28,8 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 def mix(key: torch.Tensor, value: torch.Tensor | int) -> torch.Tensor:
     """Fold `value` into 64-bit keys (int64, any shape); wraps around, never overflows."""
     x = (key ^ value) + signed(GOLDEN)
-    x = (x ^ _shift_right(x, 30)) * signed(_MIX1)
-    x = (x ^ _shift_right(x, 27)) * signed(_MIX2)
+    x = (x ^ _shift_right(x, 30)) * signed(MIX1)
+    x = (x ^ _shift_right(x, 27)) * signed(MIX2)
     return x ^ _shift_right(x, 31)
 
 
@@ -45,6 +47,21 @@ def completion_keys(
     """Keys of completions, (B,), int64; `stream` keeps training and evaluation apart."""
     start = torch.full_like(prompts_B, signed(derive_key(seed, stream, epoch, rollout)))
     return mix(mix(start, prompts_B), generations_B)
+
+
+def token_keys(
+    start: int, groups_B: Sequence[int], rows_B: Sequence[int], prompts_B: Sequence[int], completions_B: Sequence[int]
+) -> torch.Tensor:
+    """Keys of the tokens of rows, (N,), int64: from the group for those of prompts, from the row for completions.
+
+    `prompts_B` and `completions_B` are tokens; the position of a token is that in its row.
+    """
+    lengths_B2 = torch.tensor([prompts_B, completions_B]).T
+    owners_B2 = torch.tensor([groups_B, rows_B]).T * 2 + torch.tensor([0, 1])  # a group is no row
+    keys_B2 = mix(torch.full_like(owners_B2, signed(start)), owners_B2)
+    rows_N = lengths_B2.sum(1).cumsum(0) - lengths_B2.sum(1)
+    positions_N = torch.arange(int(lengths_B2.sum())) - rows_N.repeat_interleave(lengths_B2.sum(1))
+    return mix(keys_B2.flatten().repeat_interleave(lengths_B2.flatten()), positions_N)
 
 
 def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor | int) -> torch.Tensor:

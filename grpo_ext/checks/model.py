@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 
 from ..errors import ConfigError, ModelError
 from ..forward.architecture import base_model_of
+from ..forward.dropout import is_keyed
 from ..forward.quantised import outlier_thresholds
 from ..step.gradients import refuse_gradient_hooks
 
@@ -86,9 +87,18 @@ def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def random_parts(model: nn.Module) -> Iterator[str]:
+    """Describe noise that belongs to a batch; that of `forward.dropout` belongs to tokens."""
     for path, module in model.named_modules():
+        if is_keyed(module):
+            continue
         for attribute, value in _rates(module):
             yield f"{path or 'model'} ({type(module).__name__}): {attribute}={value}"
+
+
+def random_settings(config: Any) -> dict[str, Any]:
+    """The noise rates above zero of a configuration, of a model or an adapter."""
+    named = {name: value for name, value in vars(config).items() if any(word in name for word in _RANDOM_ATTRIBUTES)}
+    return {name: value for name, value in named.items() if _is_rate(value)}
 
 
 def disable_random_parts(model: nn.Module) -> None:
@@ -98,9 +108,8 @@ def disable_random_parts(model: nn.Module) -> None:
             setattr(module, attribute, dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0)
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
-            for attribute, value in list(vars(config).items()):
-                if any(word in attribute for word in _RANDOM_ATTRIBUTES) and _is_rate(value):
-                    setattr(config, attribute, 0.0)
+            for attribute in random_settings(config):
+                setattr(config, attribute, 0.0)
 
 
 def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from ..batching.micro_batches import Form
 from ..batching.sizes import ceil_div
 from ..compat import checkpointing_layers
+from ..errors import SplitDependentError
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
@@ -74,8 +75,8 @@ class RowsAlone:
         try:
             _, logps = self.outputs
         except Exception as error:
-            if self.rows.images is None or is_out_of_memory(error):  # the model itself is at fault
-                raise
+            if self.rows.images is None or is_out_of_memory(error) or isinstance(error, SplitDependentError):
+                raise  # the model itself is at fault
             return f"{self.name} fails on an image made for the comparison ({_first_line(error)})"
         if not torch.isfinite(logps).all():
             return f"log-probabilities of {self.name} are not finite, so there is nothing to compare"

@@ -120,16 +120,18 @@ def lay_out(
     experts_NC = rows.experts_NC
     if experts_NC is not None:
         experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=LIVE)[source_N]  # -1: padding
-    tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC, share
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC, share = to_device(tensors, device)
+    keys_N = None if rows.dropout_N is None else torch.nn.functional.pad(rows.dropout_N, (0, 1))[source_N]
+    tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC, share, keys_N
+    moved = to_device(tensors, device)
+    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC, share, keys_N = moved
     routes = record_experts or experts_NC is not None
     routing = Routing(experts_NC, counts_BL.flatten(), group) if routes else None
     for window, calls in parts.items():
         inputs[LAYOUT].shared[window, predictor_S.device] = calls
     if form == "prefix":
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
-    outputs = {"entropy": with_entropy, "router": with_router}
-    targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, masks=masks, routing=routing, **outputs)
+    wanted: dict[str, Any] = {"entropy": with_entropy, "router": with_router, "masks": masks, "routing": routing}
+    targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, dropout_N=keys_N, **wanted)
     return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N, share)
 
 

@@ -21,8 +21,9 @@ from ..compat import triton_head
 from ..errors import ModelError
 from ..runtime.attributes import replace_forward
 from ..runtime.sequence_group import SequenceGroup
+from .carried import Carried, carrying
 from .prefix_cache import Continuation, run_after_prompts
-from .routing import Routing, routed
+from .routing import Routing
 from .sampling_masks import SamplingMasks
 from .tiled_log_probs import LogitTransform, gathered, tiled_log_probs
 
@@ -120,6 +121,7 @@ class Targets(types.SimpleNamespace):
     router: bool = False  # also return the router logits of a MoE model
     masks: SamplingMasks | None = None  # the tokens that each one was sampled from; None: the whole vocabulary
     routing: Routing | None = None  # records or replays the experts of the input's tokens
+    dropout_N: torch.Tensor | None = None  # keys of the input's tokens, int64; None: without dropout
 
 
 def _backbone(model: Any) -> Any:
@@ -181,11 +183,11 @@ def _run(
     completions: Continuation | None = kwargs.pop(PREFIX, None)
     if completions is None:
         backbone = _backbone(model)
-        with routed(backbone, targets.routing):
+        with carrying(backbone, Carried.of(targets, kwargs["input_ids"])):
             output = backbone(*args, **{**kwargs, "use_cache": False, "return_dict": True})
         hidden, routers = output.last_hidden_state.flatten(0, 1), getattr(output, "router_logits", None)
     else:
-        hidden, routers = run_after_prompts(_backbone(model), kwargs, completions, targets.routing)
+        hidden, routers = run_after_prompts(_backbone(model), kwargs, completions, targets)
     head = model.get_output_embeddings()  # PEFT and FSDP replace the head later
     hidden_SH = hidden[targets.predictor_S.to(hidden.device)]
     if isinstance(head, FSDPModule):

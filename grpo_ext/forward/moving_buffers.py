@@ -15,14 +15,13 @@ _ROUNDING = 1e-6  # of the largest number of a result, beside ten times what two
 def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor], with_gradients: bool) -> list[str]:
     """The buffers that move, if later log-probabilities or gradients do too. Forwards run on copies of them.
 
-    Called in `torch.no_grad`.
+    Called in `torch.no_grad`, and in `modes_kept`.
     """
     before = _buffers(model)
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in before}
     saved = model.state_dict()
     if all(n not in saved and type(owner).__module__.startswith("transformers.") for n, owner in owners.items()):
         return []  # frequencies, caches
-    modes = [(module, module.training) for module in model.modules()]
     parameters = [p for p in model.parameters() if p.requires_grad and with_gradients]
 
     def use(buffers: Mapping[str, torch.Tensor]) -> None:
@@ -50,8 +49,6 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
         return moved if moved and any(map(_differ, results(before), results(before), results(after))) else []
     finally:
         use(before)
-        for module, training in modes:
-            module.training = training
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import CACHE, DummyLayer
 from ..runtime.attributes import assigned
-from .routing import Routing, routed
+from .carried import Carried, carrying
 
 _KNOWN = (
     *(cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.LinearAttentionLayer),
@@ -143,22 +143,22 @@ def cached_under_checkpointing(model: torch.nn.Module) -> Iterator[None]:
 
 
 def run_after_prompts(
-    backbone: Any, prompts: dict[str, Any], completions: Continuation, routing: Routing | None = None
+    backbone: Any, prompts: dict[str, Any], completions: Continuation, targets: Any
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Run prompts (the backbone's arguments, padded on the left), and completions after them.
+    """Run prompts (the backbone's arguments, padded on the left), and completions after them; `targets`: `Targets`.
 
     Returns the hidden states of both passes, (tokens, H), the prompts' first, and the router logits of each layer.
     """
     config = backbone.config.get_text_config(decoder=True)
     recorded = Cache(layers=_layers(config, _Recorded))
     passed = {**prompts, "use_cache": False, "return_dict": True}  # or the model would create a cache
-    with routed(backbone, routing):
+    with carrying(backbone, Carried.of(targets, prompts["input_ids"])):
         first = backbone(**passed, **{CACHE: recorded})
     passed |= {"input_ids": completions.input_ids, "attention_mask": completions.attention_mask, **completions.instead}
     if completions.position_ids is not None:
         passed["position_ids"] = completions.position_ids
     cache = _continued(recorded, config, completions.prompt_B, prompts["input_ids"].size(1))
-    with routed(backbone, routing, prompts["input_ids"].numel()):
+    with carrying(backbone, Carried.of(targets, completions.input_ids, prompts["input_ids"].numel())):
         second = backbone(**passed, **{CACHE: cache})
     outputs = (first, second)
     hidden = torch.cat([output.last_hidden_state.flatten(0, 1) for output in outputs])

@@ -9,8 +9,7 @@ them chosen by a router, C choices of all routers.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
-from ..runtime.attributes import assigned, replace_forward
+from ..runtime.attributes import replace_forward
 from ..runtime.sequence_group import SequenceGroup
+from .carried import carried_now
 
 LIVE = -1  # instead of an expert: the router chooses
 _CHOICES = (torch.topk, torch.Tensor.topk)
@@ -100,10 +100,6 @@ class Routing:
         return torch.cat([torch.cat([part.to(parts[0].device) for part in parts], dim=1) for parts in passes])
 
 
-# of this thread: the routing of the forward that runs, and the number of its first token
-_running: ContextVar[tuple[Routing, int] | None] = ContextVar("running", default=None)
-
-
 class _Choice(TorchFunctionMode):
     def __init__(self, router: Router, routing: Routing, first: int = 0) -> None:
         super().__init__()
@@ -116,41 +112,14 @@ class _Choice(TorchFunctionMode):
         return self.routing.choose(self.router, self.first, args[0], output)
 
 
-@contextmanager
-def _inside(routing: Routing, first: int) -> Iterator[None]:
-    token = _running.set((routing, first))
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
-@contextmanager
-def routed(model: Any, routing: Routing | None, first: int = 0) -> Iterator[None]:
-    """Inside, the routers of a model record or replay, also in layers that gradient checkpointing recomputes."""
-    if routing is None:
-        yield
-        return
-    with _inside(routing, first), ExitStack() as stack:
-        for module in model.modules() if torch.is_grad_enabled() else ():
-            if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
-                checkpoint = functools.partial(_checkpoint, checkpoint, routing, first)
-                stack.enter_context(assigned(module, _gradient_checkpointing_func=checkpoint))
-        yield
-
-
-def _checkpoint(
-    checkpoint: Callable[..., Any], routing: Routing, first: int, layer: Callable[..., Any], *args: Any
-) -> Any:
-    """The recomputation of a layer replays the same experts."""
-    return checkpoint(_inside(routing, first)(layer), *args)
-
-
 # ---- Routers of a model ---------------------------------------------------------------------------------------------
 
 
 def install_routers(model: Any) -> None:
-    """Let the routers of a model record and replay inside `routed`; a ModelError if they are missing or unknown."""
+    """Let the routers of a model record and replay where a forward carries a `Routing`.
+
+    Raises a ModelError if they are missing or unknown.
+    """
     layers = list(_layers(model))
     if not layers:
         raise ModelError(
@@ -167,8 +136,10 @@ def install_routers(model: Any) -> None:
 
 
 def _choosing(router: Router, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    running = _running.get()
-    with nullcontext() if running is None else _Choice(router, *running):
+    carried, choosing = carried_now(), nullcontext()
+    if carried is not None and carried.routing is not None:
+        choosing = _Choice(router, carried.routing, carried.first)
+    with choosing:
         return below(*args, **kwargs)
 
 

@@ -8,11 +8,12 @@ N tokens, S completion tokens, T columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 
+from ..algorithms.keyed_random import token_keys
 from ..batching.sizes import ceil_div
 from .images import RowImages
 from .routing import LIVE
@@ -32,6 +33,7 @@ class TokenRows:
     kept_B: Sequence[KeptIds] | None = None  # what each completion was sampled from; None: the whole vocabulary
     experts_NC: torch.Tensor | None = None  # to replay (forward.routing); None: the routers choose
     group_lengths_B: Sequence[tuple[int, ...]] | None = None  # of all completions of its group; None: of these rows
+    dropout_N: torch.Tensor | None = None  # a key for each token (algorithms.keyed_random); None: without dropout
 
     @classmethod
     def of_padded(
@@ -82,6 +84,16 @@ class TokenRows:
         """Indices of the first token of each row; the last is the number of all tokens."""
         return [0, *accumulate(map(sum, zip(self.prompts_B, self.completions_B, strict=True)))]
 
+    @property
+    def runs_B(self) -> list[int]:
+        """For each row the number of its run of rows with one prompt, from 0."""
+        return [*accumulate((not same for same in self.same_prompt), initial=0)]
+
+    def with_dropout(self, start: int, groups_B: Sequence[int], rows_B: Sequence[int]) -> TokenRows:
+        """The same rows, with keys of dropout (`token_keys`)."""
+        keys_N = token_keys(start, groups_B, rows_B, self.prompts_B, self.completions_B)
+        return replace(self, dropout_N=keys_N)
+
     def part(self, rows: Sequence[int]) -> TokenRows:
         """Consecutive rows."""
         first, last, starts = rows[0], rows[-1] + 1, self.starts_B
@@ -94,7 +106,8 @@ class TokenRows:
         kept_B = None if self.kept_B is None else self.kept_B[first:last]
         experts = None if self.experts_NC is None else self.experts_NC[tokens]
         whole_B = None if self.group_lengths_B is None else self.group_lengths_B[first:last]
-        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_B, experts, whole_B)
+        keys = None if self.dropout_N is None else self.dropout_N[tokens]
+        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_B, experts, whole_B, keys)
 
     def image_inputs(self, rows: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
         return {} if self.images is None else self.images.inputs(rows, ids_BL, pixels)

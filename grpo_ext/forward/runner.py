@@ -7,10 +7,10 @@ micro-batch runs in one forward, with gradients. `OverridableRunner` serves user
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +23,15 @@ from ..compat import checkpointing_layers, checkpoints_layers, images_among
 from ..config import GRPOConfig, forms_of
 from ..errors import ConfigError, refuse_split_dependence
 from ..precision.weight_gradients import float32_weight_gradients
-from ..runtime.attributes import assigned
+from ..runtime.attributes import assigned, modes_kept
 from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes, shards_parameters, together
 from ..runtime.out_of_memory import Halving
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
+from .draws import drawing_modules, drawn_in, generator_states, moved
+from .dropout import keyed_dropout
 from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
 from .moving_buffers import moving_buffers
@@ -103,27 +105,46 @@ class ForwardRunner:
     def choose_forms(self, models: Sequence[Any]) -> None:
         """Choose the forms of models that have none yet (they pad), with real weights; all processes together.
 
-        The first model is the one that is trained; it is also checked for buffers that its forward moves.
+        The first model is the one that is trained: it is compared with dropout, and checked for what its forward draws
+        and for buffers that it moves.
         """
         for model in models:
             if not self.choice.is_compared(model):
-                if model is models[0]:
-                    self._check_buffers(model)
-                with self.without_gradients(model):
-                    self.choice.compare(model, self.make_rows)
+                trained = model is models[0]
+                with self.keyed_dropout(model) if trained else nullcontext():
+                    if trained:
+                        self._check_training_forward(model)
+                    with self.without_gradients(model):
+                        self.choice.compare(model, self._rows_with_dropout if trained else self.make_rows)
                 self.refuse_other_than_packs(model, self.choice.form(model))
 
-    def _check_buffers(self, model: Any) -> None:
-        policy, meeting = base_model_of(model), together("the comparison of buffers", self.sharded)
-        with self.without_gradients(model), torch.random.fork_rng([]), meeting:
-            rows = self.make_rows(policy, processor=None)[0]  # text alone, also where the model takes images
-            moved = moving_buffers(policy, lambda: self._forward(model, rows).logps_S, not self.sharded)
-        if names := sorted({*gather_lists(moved)}):
-            reason = (
+    def keyed_dropout(self, model: Any) -> AbstractContextManager[None]:
+        return nullcontext() if self.args.allow_split_dependent else keyed_dropout(base_model_of(model))
+
+    def _rows_with_dropout(self, policy: Any, **options: Any) -> list[TokenRows]:
+        batches = self.make_rows(policy, **options)
+        return [rows.with_dropout(0, rows.runs_B, range(len(rows))) for rows in batches]
+
+    def _check_training_forward(self, model: Any) -> None:
+        policy, meeting = base_model_of(model), together("the check of a training forward", self.sharded)
+        with self.without_gradients(model), torch.random.fork_rng([]), meeting, modes_kept(policy):
+            rows = self._rows_with_dropout(policy, processor=None)[0]  # text alone, also where the model takes images
+
+            def run() -> torch.Tensor:
+                return self._forward(model, rows).logps_S
+
+            policy.train()
+            drawing = drawing_modules(policy, self.accelerator.device, run)
+            moving = moving_buffers(policy, run, not self.sharded)
+        reasons = []
+        if names := sorted({*gather_lists(drawing)}):
+            reasons.append(drawn_in(names))
+        if names := sorted({*gather_lists(moving)}):
+            reasons.append(
                 f"a training forward moves the buffer {', '.join(names[:3])}, which later forwards read; train without "
                 "the module, or let it keep its buffers while it trains (its eval() does so for spectral_norm)"
             )
-            refuse_split_dependence([reason], self.args.allow_split_dependent)
+        for reason in refuse_split_dependence(reasons, self.args.allow_split_dependent):
             logger.warning(f"The promise that the split does not matter does not cover this run: {reason}.")
 
     def refuse_other_than_packs(self, model: Any, form: Form) -> None:
@@ -180,8 +201,7 @@ class ForwardRunner:
         if limits.group_size is not None and (unit := self.args.unit_rows) is not None:
             sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
             return canonical_units(sizes, range(len(rows)), unit if batching == "any" else 1)
-        groups = list(accumulate((not same for same in rows.same_prompt), initial=0))
-        sizes = StepSizes(groups, rows.prompts_B, rows.completions_B, multiple)
+        sizes = StepSizes(rows.runs_B, rows.prompts_B, rows.completions_B, multiple)
         most = limits.completions or len(rows), limits.tokens, form
         parts = sizes.joinable(range(len(rows)), batching)
         return [chunk for part in parts for chunk in filled(sizes, [[row] for row in part], *most)]
@@ -213,8 +233,15 @@ class ForwardRunner:
                 )
             self.refuse_other_than_packs(model, form)
         fixed: dict[str, Any] = {"multiple": self.batching(model, form)[1], "suppressed": self.suppressed}
+        device = self.accelerator.device
+        run = functools.partial(run_rows, form, model, rows, device, **fixed, **options)
         with self.accelerator.autocast():
-            return run_rows(form, model, rows, self.accelerator.device, **fixed, **options)
+            before, output = generator_states(device), run()
+            if torch.is_grad_enabled() and not self.args.allow_split_dependent and moved(before, device):
+                # where a forward is a collective, others may not run it again
+                names = [] if self.collective_forward else drawing_modules(policy, device, run)
+                refuse_split_dependence([drawn_in(names or [type(policy).__name__])], allow=False)
+        return output
 
 
 # ---- Overrides of users --------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from ..compat import CACHE
 from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
 from ..forward.architecture import base_model_of, cached_numbers
+from ..forward.carried import Carried, carrying
 from ..forward.form_check import rounding_unit, text_ids
 from ..forward.images import TOKEN_TYPES, RowImages
-from ..forward.routing import routed
 from ..precision.non_finite import explanation, first_module
 from ..runtime.attributes import assigned
 from ..runtime.collectives import max_over_processes
@@ -198,7 +198,7 @@ def sample_chunk(
         config = greedy_config(model, config)
     if own_generate(model) is None:
         config = _with_loop(inputs, model, config, settings, choice, numbers if compact else None)
-    with routed(model, None if recorder is None else recorder.routing):
+    with carrying(model, Carried(None if recorder is None else recorder.routing)):
         output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
         raise PrecisionError("while sampling, the scores of the next token were not finite")

@@ -68,7 +68,9 @@ class Recorder(LogitsProcessor):
     temperature: float | None = None  # the filters divide scores by it; None: nothing is truncated, so all mass is kept
     bound: int | None = None  # the most ids that a token keeps; None: no ids are recorded
     kinds: Sequence[int] = (0,)  # without ids: the `counts_T` of the first positions; the last one holds for the rest
-    routing: Routing | None = None  # records experts (`forward.routing.routed` is around the call); None: not recorded
+    routing: Routing | None = (
+        None  # records experts (`forward.carried.carrying` is around the call); None: not recorded
+    )
     _before_B: torch.Tensor | None = None  # log-sum of the scores before the filters
     _bounded: tuple[torch.Tensor, ...] = ()  # counts and ids of the scores that are drawn from
     _position: int = 0  # of the token that is drawn next

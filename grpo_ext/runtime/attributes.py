@@ -22,6 +22,17 @@ def assigned(target: Any, **values: Any) -> Iterator[None]:
             delattr(target, name) if value is absent or of_class else setattr(target, name, value)
 
 
+@contextmanager
+def modes_kept(model: Any) -> Iterator[None]:
+    """Afterwards, each module trains or not as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def replace_forward(module: Any, run: Callable[..., Any], mark: Any) -> None:
     """Let `run(below, module, *args, **kwargs)` replace a module's forward, `below`; `mark` is its `of_grpo_ext`."""
     # the function: a deep copy of the module would call a bound method with these weights

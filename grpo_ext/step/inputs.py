@@ -54,11 +54,18 @@ class Collation:
 
 
 def collate(
-    rollout: RolloutBatch, part: MicroBatch, step: StepContext, collation: Collation, settings: StepSettings
+    rollout: RolloutBatch,
+    part: MicroBatch,
+    step: StepContext,
+    collation: Collation,
+    settings: StepSettings,
+    dropout: int | None = None,  # the key of the step's dropout; None: without
 ) -> LossInputs:
     selected = rollout.select(part.rows)
     lengths = [rollout.group_lengths[group] for group in selected.groups]
     rows = replace(selected.token_rows(collation.images.of_batch(selected.columns)), group_lengths_B=lengths)
+    if dropout is not None:
+        rows = rows.with_dropout(dropout, selected.groups, part.rows)
     if not settings.in_trl_form:
         of_loss = {name: selected[name] for name in _OF_LOSS if name in selected.columns}
         selected = replace(selected, columns=of_loss, constants={})

@@ -17,8 +17,10 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 
+from ..algorithms.keyed_random import DROPOUT_STREAM, derive_key
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..errors import MemoryShortageError, PrecisionError
+from ..forward.dropout import is_keyed
 from ..forward.runner import ForwardRunner
 from ..precision.non_finite import explanation, first_module
 from ..rollouts.batch import RolloutBatch
@@ -51,6 +53,7 @@ class Attempt:
     clock: PhaseClock
     gradients: NativeGradients | None  # None where an engine (FSDP, DeepSpeed) adds them up
     record: StepRecord | None  # where the step is run again
+    dropout: int | None  # the key of the step; None: without
     shortage: str | None = None  # why memory ran out, on this process or another
     step: StepContext = field(init=False)  # set by `measure`
     _current: MicroBatch = field(default=MicroBatch(()), init=False)
@@ -96,7 +99,7 @@ class Attempt:
     def micro_batches(self) -> Iterator[LossInputs]:
         for part in self.plan.micro_batches:
             self._current = part
-            yield collate(self.rollout, part, self.step, self.collation, self.settings)
+            yield collate(self.rollout, part, self.step, self.collation, self.settings, self.dropout)
 
     def counts(self, part: MicroBatch) -> bool:
         """Whether parameters that a micro-batch uses take part; where nothing adds, its filler stands for the step."""
@@ -193,13 +196,16 @@ class StepPlanner:
         if not self.forwards.sharded:  # else the engine adds them up
             kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
             gradients = kind(accelerator.unwrap_model(model), accelerator)
+        step, key = self.view.state.global_step + 1, None
+        if settings.training and any(map(is_keyed, model.modules())):
+            key = derive_key(self.forwards.args.seed, DROPOUT_STREAM, step)
         for number in itertools.count():
             logged = {mode: {name: [*values] for name, values in lists.items()} for mode, lists in metrics.items()}
             attempt = Attempt(
                 model=model,
                 rollout=rollout,
                 settings=settings,
-                number=self.view.state.global_step + 1,
+                number=step,
                 run=functools.partial(self.view.loss_of, model),
                 plan=self._planned(model, rollout, settings),
                 forwards=self.forwards,
@@ -207,6 +213,7 @@ class StepPlanner:
                 clock=self.clock,
                 gradients=gradients,
                 record=self.record if settings.training else None,
+                dropout=key,
             )
             self.check_gradient = attempt.check_gradient
             yield attempt

@@ -85,7 +85,6 @@ def read_settings(
     """
     parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=_settings_in, help="YAML file of settings; options override it.")
-    parser.set_defaults(lora_dropout=0.0)
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)
     names = [spec.name for kind in kinds for spec in fields(kind) if spec.init]
@@ -134,7 +133,7 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
     """Build the dataclasses that the settings configure; a ConfigError if one of them refuses a setting."""
     try:
-        script, training, model = (kind(**fields_of({"lora_dropout": 0.0, **settings}, kind)) for kind in OPTIONS)
+        script, training, model = (kind(**fields_of(settings, kind)) for kind in OPTIONS)
     except GrpoExtError:
         raise
     except (ValueError, TypeError) as error:

@@ -16,7 +16,8 @@ from tests.tolerances import METRIC, UPDATE
 full = pytest.mark.full
 # what runs no packs, or runs beside training
 REFUSED = [name for name, case in CASES.items() if {*case.config} & {"rollout_lag"} or name in ("prefix", "padded")]
-REFUSED += [name for name, case in CASES.items() if case.model not in ("qwen2", "llama", "gpt2", "moe", "4bit", "8bit")]
+KINDS = ("qwen2", "llama", "gpt2", "dropout", "moe", "4bit", "8bit")
+REFUSED += [name for name, case in CASES.items() if case.model not in KINDS]
 NAMES = [name for name in CASES if name not in REFUSED]
 FEW = ("quantile_bonus", "kl_bf16", "replayed", "routed", "cut_moe")
 # processes, of which so many share a micro-batch, and its completions

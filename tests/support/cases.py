@@ -38,6 +38,7 @@ FILTERED = {"top_p": 0.8, "sampling_mask": "replay"}
 # half precision: the next rollout could take another token, and two runs from there
 ONE_ROLLOUT = {"rollout_batch_size": 32, "max_steps": 2}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+DROPPING = {**LORA, "lora_dropout": 0.1, "init_lora_weights": False}
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,13 @@ CASES = {
         teacher="llama",
     ),
     "teacher_alone": Case({"num_generations": 1, "teacher_kl_coef": 0.5, **TWO_STEPS}, rewards=(), teacher="llama"),
+    "dropout": Case({"top_entropy_quantile": 0.5, **REUSED}, model="dropout"),
+    "dropout_cut": Case({"gradient_checkpointing": True, "dynamic_sampling": True, **CUT}, model="dropout"),
+    "dropout_ahead": Case({"rollout_lag": 1, "max_steps": 4}, model="dropout"),
+    "lora_dropout": Case({"beta": 0.1, "gradient_checkpointing": True, **TWO_STEPS}, peft=DROPPING),
+    "lora_dropout_bf16": Case({"bf16": True, **ONE_ROLLOUT}, peft=DROPPING),
+    "lora_dropout_hybrid": Case({"loss_type": "grpo", **REUSED}, model="lfm2", peft=DROPPING),
+    "dora_dropout": Case({"micro_batch_tokens": 60, **FILTERED, **TWO_STEPS}, peft={**DROPPING, "use_dora": True}),
 }
 
 FULL = (
@@ -182,6 +190,7 @@ FULL = (
     *("gspo", "kl", "gpt2", "kl_lora", "checkpointing", "token_budget", "two_sided", "sequence_sum", "padded"),
     *("images_apart", "rollout_func_few", "sampling", "adaptive"),
     *("max_rl", "optimal_baseline", "trust_kl", "sequence_mask"),
+    *("dropout_cut", "dropout_ahead", "lora_dropout_bf16", "lora_dropout_hybrid", "dora_dropout"),
     *("lora_8bit", *(AHEAD.keys() - {"ahead_gspo"})),
 )
 
@@ -219,6 +228,9 @@ class Bench:
                 image_processor(kind).save_pretrained(path)
             elif kind in BITS:
                 quantised_model(BITS[kind], self.folder / f"{kind}_of").save_pretrained(path)
+                tiny_tokenizer().save_pretrained(path)
+            elif kind == "dropout":
+                tiny_model("gpt2", resid_pdrop=0.1, embd_pdrop=0.1).save_pretrained(path)
                 tiny_tokenizer().save_pretrained(path)
             else:
                 model = architecture(kind) if kind in PREFIXED and kind not in TINY else tiny_model(kind)

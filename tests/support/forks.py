@@ -84,7 +84,8 @@ def run(
 ) -> tuple[int | None, str, str]:
     """Status, output and errors of forked processes; the status is None where they took longer.
 
-    Those that took longer say where they are, in the errors. As in torch's launcher the first failure ends the others, and the status is 1 where there are several.
+    Those that took longer say where they are, in the errors. As in torch's launcher the first failure ends the others,
+    and the status is 1 where there are several.
     """
     failed: Any = None
     end = time.monotonic() + timeout_s

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from grpo_ext.errors import ConfigError, RolloutError
-from grpo_ext.forward.routing import LIVE, Routing, install_routers, routed
+from grpo_ext.forward.carried import Carried, carrying
+from grpo_ext.forward.routing import LIVE, Routing, install_routers
 from grpo_ext.rollouts.batch import EXPERTS
 from grpo_ext.rollouts.keyed import MOST_KEPT
 from tests.support.colocated import Engine, stand_in
@@ -135,7 +136,7 @@ class RoutedEngine(Engine):
         if not self.returns_experts:
             return output
         ids, recording = [*prompt, *output.outputs[0].token_ids], Routing()
-        with torch.no_grad(), routed(self.policy, recording):
+        with torch.no_grad(), carrying(self.policy, Carried(recording)):
             self.policy(torch.tensor([ids[:-1]]))
         experts_NLK = np.zeros((len(ids) - 1, LAYERS, CHOSEN), np.uint8)
         experts_NLK[:, [0, 2]] = recording.take().view(-1, 2, CHOSEN).numpy()

@@ -31,10 +31,13 @@ def is_random(model: nn.Module) -> bool:
 
 
 RANDOM_MODELS = {
-    "modules (GPT-2)": (lambda: tiny_model("gpt2", resid_pdrop=0.1), "transformer.h.0.mlp.dropout (Dropout): p=0.1"),
-    "LoRA": (
-        lambda: adapted(peft.LoraConfig(lora_dropout=0.3, target_modules=["q_proj"])),
-        "base_model.model.model.layers.0.self_attn.q_proj.lora_dropout.default (Dropout): p=0.3",
+    "attention (Llama)": (
+        lambda: tiny_model("llama", attention_dropout=0.3),
+        "model.layers.0.self_attn (LlamaAttention): attention_dropout=0.3",
+    ),
+    "LoHa": (
+        lambda: adapted(peft.LoHaConfig(rank_dropout=0.3, target_modules=["q_proj"])),
+        "base_model.model.model.layers.0.self_attn.q_proj (Linear): rank_dropout={'default': 0.3}",
     ),
     "router jitter (Mixtral)": (
         lambda: tiny_model("mixtral", num_local_experts=4, router_jitter_noise=0.3),
@@ -55,13 +58,28 @@ def test_random_parts_are_found_with_their_rates_and_disabled(make, part):
     assert all(torch.equal(mine, other) for mine, other in zip(model.parameters(), before.parameters()))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tiny_model("gpt2", resid_pdrop=0.1),
+        lambda: adapted(peft.LoraConfig(lora_dropout=0.3, target_modules=["q_proj"])),
+    ],
+)
+def test_dropout_that_belongs_to_tokens_is_no_random_part_and_can_be_turned_off(make):
+    model = make()
+    assert is_random(model)
+    assert list(random_parts(model)) == []
+    disable_random_parts(model)
+    assert not is_random(model)
+
+
 def test_all_split_dependent_parts_are_reported_together():
     model = nn.Module()
-    model.inner, model.drop = nn.Sequential(nn.LayerNorm(4), nn.SyncBatchNorm(4)), nn.Dropout(0.25)
+    model.inner, model.drop = nn.Sequential(nn.LayerNorm(4), nn.SyncBatchNorm(4)), nn.Dropout1d(0.25)
     with pytest.raises(SplitDependentError) as caught:
         refuse_split_dependence(split_dependence(model, 3.0), allow=False)
     for part in (
-        "drop (Dropout): p=0.25",
+        "drop (Dropout1d): p=0.25",
         "set disable_dropout=True",
         "batch normalisation (inner.1 (SyncBatchNorm), 1 in all",
         "neftune_noise_alpha=3.0 adds noise per micro-batch; remove it",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, LaunchError
@@ -294,12 +295,21 @@ def test_wrong_sizes_and_names_are_refused_before_anything_starts():
 def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     # the negative control of the comparison: noise drawn per micro-batch
     config = {**TRAINED, "learning_rate": 1e-3, "allow_split_dependent": True}
-    noisy = saved(tmp_path, config, tiny_model("gpt2", resid_pdrop=0.2))
+    noisy = saved(tmp_path, config, tiny_model("gpt2", attn_pdrop=0.2))
     report = check(noisy, [Split(8), Split(4)], steps=2)
     assert [r.verdict for r in report.results] == ["reference", "differs"]
     assert not report.ok
     assert "allow_split_dependent" in str(report.results[1])
     assert report.results[1].gradient_error > 1e-2
+
+
+def test_stock_trl_is_not_compared_with_dropout(tmp_path):
+    dropping = saved(tmp_path, TRAINED, tiny_model("gpt2", resid_pdrop=0.2))
+    with pytest.raises(ConfigError, match=r"--against trl with resid_pdrop=0.2: .*set lora_dropout=0"):
+        check(dropping, [Split(8)], against="trl")
+    adapted = replace(saved(tmp_path, TRAINED), peft=LoraConfig(lora_dropout=0.05))
+    with pytest.raises(ConfigError, match=r"--against trl with lora_dropout=0.05"):
+        check(adapted, [Split(8)], against="trl")
 
 
 class _Later:

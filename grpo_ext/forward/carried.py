@@ -1,0 +1,86 @@
+"""What the tokens of a forward carry to modules deep in the model: experts to replay, and keys of dropout.
+
+A module is given hidden states and no more. So what belongs to their tokens is kept beside the forward that runs, per
+thread, and found again by layers that gradient checkpointing recomputes in the backward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from ..runtime.attributes import assigned
+
+
+class Carried:
+    """What the tokens of a pass carry: of a whole forward, or of its prompts, or of the completions after these."""
+
+    def __init__(
+        self,
+        routing: Any = None,  # a `Routing`
+        keys_BL: torch.Tensor | None = None,  # of dropout, int64; None: without dropout
+        first: int = 0,  # the number of the pass's first token among those of the forward
+    ) -> None:
+        self.routing, self.keys_BL, self.first = routing, keys_BL, first
+        self.calls: dict[str, int] = {}  # of dropout, by module
+
+    @classmethod
+    def of(cls, targets: Any, ids_BL: torch.Tensor, first: int = 0) -> Carried:
+        """What `Targets` have for a pass over these ids."""
+        keys_N = targets.dropout_N
+        keys_BL = None if keys_N is None else keys_N[first : first + ids_BL.numel()].view_as(ids_BL)
+        return cls(targets.routing, keys_BL, first)
+
+
+_running: ContextVar[Carried | None] = ContextVar("running", default=None)
+
+
+def carried_now() -> Carried | None:
+    """What the forward that runs on this thread carries; None outside of one."""
+    return _running.get()
+
+
+@contextmanager
+def _inside(carried: Carried) -> Iterator[None]:
+    token = _running.set(carried)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+@contextmanager
+def carrying(model: Any, carried: Carried) -> Iterator[None]:
+    """Inside, modules of `model` find what the tokens carry, also in layers that are recomputed."""
+    if carried.routing is None and carried.keys_BL is None:
+        yield
+        return
+    with _inside(carried), ExitStack() as stack:
+        for module in model.modules() if torch.is_grad_enabled() else ():
+            if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
+                checkpoint = functools.partial(_checkpoint, checkpoint, carried)
+                stack.enter_context(assigned(module, _gradient_checkpointing_func=checkpoint))
+        yield
+
+
+def _checkpoint(checkpoint: Callable[..., Any], carried: Carried, layer: Callable[..., Any], *args: Any) -> Any:
+    """The recomputation of a layer finds the same, and counts its calls from where the layer began."""
+    outer = _running.get() or carried
+    begin = {**outer.calls}
+
+    def run(*args: Any) -> Any:
+        now, here = _running.get(), copy.copy(outer)
+        here.calls = {**begin}
+        with _inside(here):
+            output = layer(*args)
+        if now is outer:  # not when the backward pass runs it again
+            outer.calls.update(here.calls)
+        return output
+
+    return checkpoint(run, *args)

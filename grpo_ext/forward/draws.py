@@ -1,0 +1,48 @@
+"""Finds modules whose forward draws random numbers from torch's generators, which know the batch.
+
+Dropout inside attention, LayerDrop, drop path, noise of routers: whatever its name, a generator's state moves.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+
+def generator_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of the generators that a forward on a device draws from, on the CPU."""
+    modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
+    return [module.get_rng_state() for module in modules]
+
+
+def moved(before: Sequence[torch.Tensor], device: torch.device) -> bool:
+    return not all(map(torch.equal, before, generator_states(device)))
+
+
+def drawn_in(names: Sequence[str]) -> str:
+    """The reason against modules that draw, as a sentence."""
+    return (
+        f"a training forward draws random numbers for its batch in {', '.join(names[:3])}; set that rate of dropout or "
+        "noise to 0 in the model's configuration (that of attention is attention_dropout, attn_pdrop in GPT-2), or "
+        "use disable_dropout=True"
+    )
+
+
+def drawing_modules(model: torch.nn.Module, device: torch.device, forward: Callable[[], Any]) -> list[str]:
+    """The innermost modules that draw in a forward, by name and class."""
+    names, begun = list[str](), list[tuple[int, list[torch.Tensor]]]()
+
+    def leave(name: str, module: Any) -> None:
+        inside, before = begun.pop()
+        if inside == len(names) and moved(before, device):
+            names.append(f"{name or 'the model'} ({type(module).__name__})")
+
+    with ExitStack() as hooks, torch.no_grad():
+        for path, module in model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *args: begun.append((len(names), generator_states(device))))
+            end = module.register_forward_hook(lambda module, *args, path=path: leave(path, module))
+            hooks.callback(enter.remove)
+            hooks.callback(end.remove)
+        forward()
+    return names

@@ -1,0 +1,113 @@
+"""Dropout whose masks belong to tokens, so that they do not depend on how a step is cut.
+
+Differs from torch's, whose masks come from a generator that knows the batch. Here a mask is a hash of (seed, optimizer
+step, owner, position, module, call, channel); the owner of a prompt's token is the group, that of others the completion
+(`algorithms.keyed_random.token_keys`). A backward pass makes the mask again. Shapes: N tokens, C channels.
+"""
+
+import functools
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..algorithms.digests import digest
+from ..algorithms.keyed_random import mix, signed
+from ..errors import SplitDependentError
+from ..runtime.attributes import assigned, replace_forward
+from .carried import Carried, carried_now
+
+# 32-bit mixing, "lowbias32" of C. Wellons, github.com/skeeto/hash-prospector; odd, and written as int32
+CHANNEL, FIRST, SECOND = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
+_WRAPPERS = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
+
+
+def is_keyed(module: nn.Module) -> bool:
+    """Whether a module is a dropout whose masks can belong to tokens, at any rate."""
+    return isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward and not module.inplace
+
+
+def dropped(keys_N: torch.Tensor, channels: int, rate: float) -> torch.Tensor:
+    """Which numbers of each token become zero, bool (N, C)."""
+    low_N1, high_N1 = (part[:, None] for part in keys_N.view(torch.int32).view(-1, 2).unbind(1))
+    hash_NC = low_N1 ^ (torch.arange(channels, dtype=torch.int32, device=keys_N.device) * CHANNEL)
+    hash_NC.bitwise_xor_((hash_NC >> 16).bitwise_and_(0xFFFF)).mul_(FIRST).bitwise_xor_(high_N1)
+    hash_NC.bitwise_xor_((hash_NC >> 15).bitwise_and_(0x1FFFF)).mul_(SECOND)
+    return hash_NC < threshold(rate)
+
+
+def threshold(rate: float) -> int:
+    """The int32 below which a share `rate` of all int32 lies."""
+    return min(round(rate * 2**32), 2**32 - 1) - 2**31
+
+
+def scale(rate: float) -> float:
+    return 1 / (1 - rate) if rate < 1 else 0.0
+
+
+class _Masked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, keys_N: torch.Tensor, module: int, rate: float) -> torch.Tensor:
+        ctx.save_for_backward(keys_N)
+        ctx.others = module, rate
+        if values.is_cuda and values.element_size() <= 4 and (kernel := _kernel()) is not None:
+            return kernel(values, keys_N, module, rate)
+        drop = dropped(mix(keys_N, signed(module)), values.size(-1), rate)
+        return (values * scale(rate)).masked_fill_(drop.view(values.shape), 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _Masked.apply(gradient, *ctx.saved_tensors, *ctx.others), None, None, None
+
+
+@functools.cache
+def _kernel() -> Callable[..., torch.Tensor] | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from .dropout_kernel import masked
+
+    return masked
+
+
+@functools.cache
+def _module_key(name: str, call: int) -> int:
+    return int(digest(_WRAPPERS.sub("", name), str(call)), 16)
+
+
+@contextmanager
+def keyed_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, dropout is that of the tokens that a forward carries; without gradients and tokens there is none.
+
+    Raises:
+        SplitDependentError: a forward with gradients carries no tokens, or not those of a module's input.
+    """
+    with ExitStack() as restored:
+        for name, module in model.named_modules():
+            if is_keyed(module) and not hasattr(module.forward, "of_grpo_ext"):
+                restored.enter_context(assigned(module, forward=module.forward))
+                replace_forward(module, functools.partial(_drop, name), mark=name)
+        yield
+
+
+@torch.compiler.disable
+def _drop(name: str, below: Callable[..., Any], module: Any, values: torch.Tensor) -> torch.Tensor:
+    carried = carried_now() or Carried()
+    keys_BL = carried.keys_BL
+    if not module.p or (keys_BL is None and not (module.training and torch.is_grad_enabled())):
+        return values
+    # an input is (B, L, C) or (B * L, C)
+    if keys_BL is None or values.shape[:-1] not in (keys_BL.shape, keys_BL.flatten().shape):
+        why = f"gets an input {tuple(values.shape)} without an axis of the forward's tokens, to which masks belong"
+        if keys_BL is None:
+            why = "runs outside of a micro-batch's forward, so its mask belongs to no completion"
+        remedy = "use disable_dropout=True, or a rate of 0 (lora_dropout in LoRA)"
+        raise SplitDependentError(f"{name} (p={module.p:g}) {why}; {remedy}.")
+    call = carried.calls.get(name, 0)
+    carried.calls[name] = call + 1
+    keys_N = keys_BL.flatten().to(values.device)
+    output: torch.Tensor = _Masked.apply(values, keys_N, _module_key(name, call), module.p)
+    return output
