@@ -86,10 +86,10 @@ def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield attribute, value
 
 
-def random_parts(model: nn.Module) -> Iterator[str]:
-    """Describe noise that belongs to a batch; that of `forward.dropout` belongs to tokens."""
+def random_parts(model: nn.Module, keyed: bool = True) -> Iterator[str]:
+    """Describe noise that belongs to a batch; that of `forward.dropout`, if `keyed`, belongs to tokens."""
     for path, module in model.named_modules():
-        if is_keyed(module):
+        if keyed and is_keyed(module):
             continue
         for attribute, value in _rates(module):
             yield f"{path or 'model'} ({type(module).__name__}): {attribute}={value}"
@@ -112,9 +112,9 @@ def disable_random_parts(model: nn.Module) -> None:
                 setattr(config, attribute, 0.0)
 
 
-def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:
+def split_dependence(model: nn.Module, neftune_noise_alpha: float | None, keyed: bool = True) -> list[str]:
     reasons = []
-    parts = list(random_parts(model))
+    parts = list(random_parts(model, keyed))
     if parts:
         shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
         reasons.append(f"dropout is on ({shown}): its noise is drawn per micro-batch; set disable_dropout=True")

@@ -237,7 +237,9 @@ class ForwardRunner:
         run = functools.partial(run_rows, form, model, rows, device, **fixed, **options)
         with self.accelerator.autocast():
             before, output = generator_states(device), run()
-            if torch.is_grad_enabled() and not self.args.allow_split_dependent and moved(before, device):
+            # users' functions may draw too, on the thread that samples ahead
+            alone = torch.is_grad_enabled() and not self.args.rollout_lag
+            if alone and not self.args.allow_split_dependent and moved(before, device):
                 # where a forward is a collective, others may not run it again
                 names = [] if self.collective_forward else drawing_modules(policy, device, run)
                 refuse_split_dependence([drawn_in(names or [type(policy).__name__])], allow=False)
@@ -284,6 +286,7 @@ class OverridableRunner(ForwardRunner):
         super().__init__(*args)
         self.override = override  # returns the user's method, or None
         self._calls: list[Call] = []  # in progress; shared by the runners of all threads
+        self.in_loss: TokenRows | None = None  # of the micro-batch whose loss a user's method computes
 
     def rollout_log_probs(
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
@@ -330,7 +333,7 @@ class OverridableRunner(ForwardRunner):
         name = "_get_per_token_logps_and_entropies"
         self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
         tensors = input_ids, attention_mask
-        return Call(TokenRows.of_padded(*tensors, width), Unchanged(*tensors))
+        return Call(TokenRows.of_padded(*tensors, width).with_dropout_of(self.in_loss), Unchanged(*tensors))
 
     def trl_log_probs(
         self, model: Any, call: Call, width: int, batch_size: int | None, with_entropy: bool, with_router: bool

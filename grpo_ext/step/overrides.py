@@ -19,7 +19,7 @@ from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
 from ..forward.rows import TokenRows
-from ..forward.runner import ForwardRunner, Unchanged, padded_ids_and_mask
+from ..forward.runner import OverridableRunner, Unchanged, padded_ids_and_mask
 from ..rollouts.batch import SAMPLER_LOGPS
 from ..rollouts.images import ImageSource
 from ..runtime.attributes import assigned
@@ -49,7 +49,7 @@ class _Call:
 @dataclass
 class LossOverrides:
     view: TrainerView
-    forwards: ForwardRunner
+    forwards: OverridableRunner
     images: ImageSource
     _call: _Call | None = None  # in progress: TRL's signature of a loss has no place for it
 
@@ -58,7 +58,8 @@ class LossOverrides:
         """Yield TRL's dictionary of the micro-batch, and the sizes to set on the trainer meanwhile."""
         inputs = self._dictionary(micro_batch)
         args = args_in_loss(self.view.args, micro_batch, self.view.model.training)
-        with assigned(self, _call=_Call(micro_batch, Unchanged(*_tokens(inputs)), _loss_tokens(inputs))):
+        call, rows = _Call(micro_batch, Unchanged(*_tokens(inputs)), _loss_tokens(inputs)), micro_batch.rows
+        with assigned(self, _call=call), assigned(self.forwards, in_loss=rows):
             yield inputs, {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
 
     def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
@@ -105,7 +106,8 @@ class LossOverrides:
             "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
         )
         images = self.images.of_batch(inputs)
-        return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
+        rows = TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
+        return rows.with_dropout_of(None if call is None else call.micro_batch.rows)
 
     def _own_step(self, inputs: dict[str, Any], rows: TokenRows) -> LossInputs:
         """Count a batch of the user's own as a step; its groups are whole, from its first row on."""

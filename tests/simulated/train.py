@@ -23,7 +23,7 @@ import peft
 import torch
 import transformers
 
-from grpo_ext.forward import attention, lm_head, shared_prefix
+from grpo_ext.forward import attention, dropout, lm_head, shared_prefix
 from grpo_ext.rollouts import ahead
 from tests.simulated.device import LEDGER, SimulatedTensor, reference_attention, simulated_gpu, thread_modes
 from tests.support import varlen
@@ -76,6 +76,7 @@ def kernels(varlen_operator: bool) -> Iterator[None]:
         mock.patch.object(lm_head, "triton_head", return_value=None),
         mock.patch.object(shared_prefix, "_varlen", _kernel(varlen.forward)),
         mock.patch.object(shared_prefix, "_varlen_backward", _kernel(varlen.backward)),
+        mock.patch.object(dropout, "_kernel", return_value=_kernel(dropout._Masked.apply)),
         mock.patch.object(ahead.RolloutThread, "_run", _in_thread),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", reference_attention),
     ):
@@ -113,6 +114,7 @@ def train(
     settings: dict[str, Any],
     micro_batch: int = 4,
     lora: bool = False,
+    rate: float = 0.0,  # of LoRA's dropout
     teacher: bool = False,
     evaluate: bool = False,
     planted: bool = False,
@@ -129,7 +131,7 @@ def train(
         pictures = {"train_dataset": image_rows(8, (1, 0, 2)), "processing_class": image_processor(model)}
         parts |= {**pictures, "reward": picture_reward}
     parts["eval_dataset"] = parts["train_dataset"].select(range(5)) if evaluate else None
-    parts["peft_config"] = peft.LoraConfig(**LORA) if lora else None
+    parts["peft_config"] = peft.LoraConfig(**LORA, lora_dropout=rate) if lora else None
     parts |= {"teacher_model": copy.deepcopy(network)} if teacher else {}
     sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 24}
     others = {"max_steps": max_steps, "seed": 42, "use_cpu": False}

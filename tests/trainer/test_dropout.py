@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from peft import LoHaConfig, LoraConfig
 from torch import nn
 from transformers import TrainerCallback
@@ -233,6 +234,31 @@ def test_a_users_own_forward_has_no_tokens_to_follow(tmp_path):
     with pytest.raises(SplitDependentError, match=r"lora_dropout.default \(p=0.1\) runs outside of a micro-batch's"):
         make(tmp_path, cls=Own, forward="padded", **lora()).train()
     ran(make(tmp_path / "plain", cls=Own, forward="padded", max_steps=1, **lora(lora_dropout=0.0)))
+
+
+class OtherTensors(GRPOTrainer):
+    """Passes on the same tokens in tensors of its own, as losses copied from TRL do."""
+
+    def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(model, ids.clone(), mask, *args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        loss: torch.Tensor = trl.GRPOTrainer._compute_loss(self, model, inputs)
+        return loss
+
+
+class OtherColumns(GRPOTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        copies = {name: inputs[name].clone() for name in ("completion_ids", "completion_mask")}
+        return super().compute_loss(model, {**inputs, **copies}, *args, **kwargs)
+
+
+@pytest.mark.parametrize("cls", [OtherTensors, OtherColumns])
+def test_losses_of_users_have_the_masks_of_their_tokens(tmp_path, cls):
+    runs = [{}, {"cls": cls}, {"cls": cls, "per_device_train_batch_size": 3}]
+    plain, own, cut = (update(tmp_path, max_steps=1, **run, **lora())[0] for run in runs)
+    assert error(plain, own) <= UPDATE
+    assert error(own, cut) <= UPDATE
 
 
 @pytest.mark.parametrize("settings", [{"rank_dropout": 0.1}, {"module_dropout": 0.1}])
