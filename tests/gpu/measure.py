@@ -67,6 +67,7 @@ TRAINERS = ((OURS, "packed"), (OURS, "packed", True), (STOCK,))
 PARTS = (
     Part("head", 60),
     Part("kernels", 60),
+    Part("dropout", 60),
     Part("sampling", 60),
     Part("bits", 90),
     Part("training", 220),

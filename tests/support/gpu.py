@@ -17,6 +17,7 @@ TEST_PARTS = {
     "matrix": "test_matrix_on_gpu",
     "head": "test_head_on_gpu",
     "kernels": "test_packs_on_gpu",
+    "dropout": "test_dropout_on_gpu",
     "sampling": "test_sampling_on_gpu",
     "bits": "same_bits",
     "training": "",
