@@ -30,6 +30,7 @@ from .components import Components
 from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import base_model_of
+from .forward.dropout import keyed_dropout
 from .forward.quantised import train_in_float32, trained_values
 from .forward.reference import reference_loader, use_fixed_models
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
@@ -384,7 +385,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             threads = divide_threads(self.args, self.accelerator.device)
             self._rollouts.begin(threads.sampling)
             warn_before_training(self._view, self._rollouts, self._uncovered)
-            dropout = self._forwards.keyed_dropout(self.model)
+            dropout = keyed_dropout(base_model_of(self.model), strict=not self.args.allow_split_dependent)
             with pinned(self.args.pinned_threads), computing_with(threads.training), dropout:
                 if not self._forwards.sharded:  # else the loop prepares the models first
                     self._forwards.choose_forms(self._view.models)

@@ -56,12 +56,10 @@ def token_keys(
 
     `prompts_B` and `completions_B` are tokens; the position of a token is that in its row.
     """
-    lengths_B2 = torch.tensor([prompts_B, completions_B]).T
-    owners_B2 = torch.tensor([groups_B, rows_B]).T * 2 + torch.tensor([0, 1])  # a group is no row
-    keys_B2 = mix(torch.full_like(owners_B2, signed(start)), owners_B2)
-    rows_N = lengths_B2.sum(1).cumsum(0) - lengths_B2.sum(1)
-    positions_N = torch.arange(int(lengths_B2.sum())) - rows_N.repeat_interleave(lengths_B2.sum(1))
-    return mix(keys_B2.flatten().repeat_interleave(lengths_B2.flatten()), positions_N)
+    owners = [owner for group, row in zip(groups_B, rows_B, strict=True) for owner in (2 * group, 2 * row + 1)]
+    lengths = list(zip(prompts_B, completions_B, strict=True))
+    keys = mix(torch.tensor(owners), signed(start)).repeat_interleave(torch.tensor(lengths).flatten())
+    return mix(keys, torch.cat([torch.arange(prompt + completion) for prompt, completion in lengths]))
 
 
 def uniform(keys_B: torch.Tensor, positions_B: torch.Tensor | int) -> torch.Tensor:

@@ -86,19 +86,14 @@ def _rates(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield attribute, value
 
 
-def random_parts(model: nn.Module, keyed: bool = True) -> Iterator[str]:
-    """Describe noise that belongs to a batch; that of `forward.dropout`, if `keyed`, belongs to tokens."""
+def random_parts(model: nn.Module, keyed: bool = False) -> Iterator[str]:
+    """Describe noise that belongs to a batch, and with `keyed` dropout that belongs to tokens here."""
+    of_tokens = {module for module in base_model_of(model).modules() if is_keyed(module) and not keyed}
     for path, module in model.named_modules():
-        if keyed and is_keyed(module):
+        if module in of_tokens:
             continue
         for attribute, value in _rates(module):
             yield f"{path or 'model'} ({type(module).__name__}): {attribute}={value}"
-
-
-def random_settings(config: Any) -> dict[str, Any]:
-    """The noise rates above zero of a configuration, of a model or an adapter."""
-    named = {name: value for name, value in vars(config).items() if any(word in name for word in _RANDOM_ATTRIBUTES)}
-    return {name: value for name, value in named.items() if _is_rate(value)}
 
 
 def disable_random_parts(model: nn.Module) -> None:
@@ -108,13 +103,14 @@ def disable_random_parts(model: nn.Module) -> None:
             setattr(module, attribute, dict.fromkeys(value, 0.0) if isinstance(value, dict) else 0.0)
         config = getattr(module, "config", None)
         if isinstance(config, PretrainedConfig):
-            for attribute in random_settings(config):
-                setattr(config, attribute, 0.0)
+            for attribute, value in list(vars(config).items()):
+                if any(word in attribute for word in _RANDOM_ATTRIBUTES) and _is_rate(value):
+                    setattr(config, attribute, 0.0)
 
 
-def split_dependence(model: nn.Module, neftune_noise_alpha: float | None, keyed: bool = True) -> list[str]:
+def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> list[str]:
     reasons = []
-    parts = list(random_parts(model, keyed))
+    parts = list(random_parts(model))
     if parts:
         shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
         reasons.append(f"dropout is on ({shown}): its noise is drawn per micro-batch; set disable_dropout=True")

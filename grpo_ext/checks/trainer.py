@@ -179,7 +179,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     check_weights(view.optimizer, policy)
     if view.use_vllm:
         check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
-    dependent = models.split_dependence(policy, config.neftune_noise_alpha, not config.allow_split_dependent)
+    dependent = models.split_dependence(policy, config.neftune_noise_alpha)
     uncovered = refuse_split_dependence(dependent, config.allow_split_dependent)
     if config.bitwise_invariant:
         check_bitwise(view, rollouts)
@@ -197,8 +197,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
 
 def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:
     sampling, copied = other_sampling(view), [m for m in (view.model, view.teacher_model) if m is not None]
-    noise = list(models.random_parts(view.model, not config.allow_split_dependent))
-    noise += ["neftune_noise_alpha"] if config.neftune_noise_alpha else []
+    noise = list(models.random_parts(view.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     others = {
         f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
         "copy of them)": sampling,

@@ -6,7 +6,6 @@ thread, and found again by layers that gradient checkpointing recomputes in the 
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -71,16 +70,11 @@ def carrying(model: Any, carried: Carried) -> Iterator[None]:
 
 def _checkpoint(checkpoint: Callable[..., Any], carried: Carried, layer: Callable[..., Any], *args: Any) -> Any:
     """The recomputation of a layer finds the same, and counts its calls from where the layer began."""
-    outer = _running.get() or carried
-    begin = {**outer.calls}
+    begin = {**carried.calls}
 
     def run(*args: Any) -> Any:
-        now, here = _running.get(), copy.copy(outer)
-        here.calls = {**begin}
-        with _inside(here):
-            output = layer(*args)
-        if now is outer:  # not when the backward pass runs it again
-            outer.calls.update(here.calls)
-        return output
+        carried.calls = {**begin}
+        with _inside(carried):
+            return layer(*args)
 
     return checkpoint(run, *args)

@@ -120,7 +120,7 @@ class ForwardChoice:
         except Exception as error:  # a processor may expect prompts like the user's
             problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
         first = forms.best
-        with zeros_filled(model), torch.compiler.set_stance("force_eager"):  # a user's module may be compiled
+        with zeros_filled(model):
             while (form := forms.best) != "padded":
                 if (reason := self._why_refused(form, batches, problem)) is None:
                     break

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 
-def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of the generators that a forward on a device draws from, on the CPU."""
-    modules: list[Any] = [torch] if device.type == "cpu" else [torch, torch.get_device_module(device)]
-    return [module.get_rng_state() for module in modules]
-
-
-def moved(before: Sequence[torch.Tensor], device: torch.device) -> bool:
-    return not all(map(torch.equal, before, generator_states(device)))
+def generator_states(device: torch.device, with_cpu: bool = True) -> list[bytes]:
+    """The states of torch's generators, of the CPU and of all devices of a kind."""
+    states = [torch.get_rng_state()] if with_cpu else []
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        states += module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
+    return [bytes(state.numpy()) for state in states]
 
 
 def drawn_in(names: Sequence[str]) -> str:
@@ -31,11 +30,11 @@ def drawn_in(names: Sequence[str]) -> str:
 
 def drawing_modules(model: torch.nn.Module, device: torch.device, forward: Callable[[], Any]) -> list[str]:
     """The innermost modules that draw in a forward, by name and class."""
-    names, begun = list[str](), list[tuple[int, list[torch.Tensor]]]()
+    names, begun = list[str](), list[tuple[int, list[bytes]]]()
 
     def leave(name: str, module: Any) -> None:
         inside, before = begun.pop()
-        if inside == len(names) and moved(before, device):
+        if inside == len(names) and before != generator_states(device):
             names.append(f"{name or 'the model'} ({type(module).__name__})")
 
     with ExitStack() as hooks, torch.no_grad():

@@ -7,7 +7,6 @@ step, owner, position, module, call, channel); the owner of a prompt's token is 
 
 import functools
 import importlib.util
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,48 +15,41 @@ import torch
 from torch import nn
 
 from ..algorithms.digests import digest
-from ..algorithms.keyed_random import mix, signed
+from ..algorithms.keyed_random import signed
 from ..errors import SplitDependentError
 from ..runtime.attributes import assigned, replace_forward
 from .carried import Carried, carried_now
 
-# 32-bit mixing, "lowbias32" of C. Wellons, github.com/skeeto/hash-prospector; odd, and written as int32
+# 32-bit mixing, "lowbias32" of C. Wellons, github.com/skeeto/hash-prospector; written as int32
 CHANNEL, FIRST, SECOND = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
-_WRAPPERS = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
 
 def is_keyed(module: nn.Module) -> bool:
-    """Whether a module is a dropout whose masks can belong to tokens, at any rate."""
-    return isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward and not module.inplace
+    """Whether a module is a dropout whose masks can belong to tokens."""
+    plain = isinstance(module, nn.Dropout) and type(module).forward is nn.Dropout.forward
+    return plain and bool(module.p) and not module.inplace
 
 
-def dropped(keys_N: torch.Tensor, channels: int, rate: float) -> torch.Tensor:
-    """Which numbers of each token become zero, bool (N, C)."""
+def dropped(keys_N: torch.Tensor, channels: int, below: int) -> torch.Tensor:
+    """Which numbers of each token become zero, bool (N, C): those whose hash, an int32, is below a number."""
     low_N1, high_N1 = (part[:, None] for part in keys_N.view(torch.int32).view(-1, 2).unbind(1))
     hash_NC = low_N1 ^ (torch.arange(channels, dtype=torch.int32, device=keys_N.device) * CHANNEL)
     hash_NC.bitwise_xor_((hash_NC >> 16).bitwise_and_(0xFFFF)).mul_(FIRST).bitwise_xor_(high_N1)
     hash_NC.bitwise_xor_((hash_NC >> 15).bitwise_and_(0x1FFFF)).mul_(SECOND)
-    return hash_NC < threshold(rate)
-
-
-def threshold(rate: float) -> int:
-    """The int32 below which a share `rate` of all int32 lies."""
-    return min(round(rate * 2**32), 2**32 - 1) - 2**31
-
-
-def scale(rate: float) -> float:
-    return 1 / (1 - rate) if rate < 1 else 0.0
+    return hash_NC < below
 
 
 class _Masked(torch.autograd.Function):
+    """(values (..., C) of N tokens, keys (N,), key of a module and its call, rate) -> values with dropout."""
+
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, keys_N: torch.Tensor, module: int, rate: float) -> torch.Tensor:
         ctx.save_for_backward(keys_N)
         ctx.others = module, rate
+        below, scale = min(round(rate * 2**32), 2**32 - 1) - 2**31, 1 / (1 - rate) if rate < 1 else 0.0
         if values.is_cuda and values.element_size() <= 4 and (kernel := _kernel()) is not None:
-            return kernel(values, keys_N, module, rate)
-        drop = dropped(mix(keys_N, signed(module)), values.size(-1), rate)
-        return (values * scale(rate)).masked_fill_(drop.view(values.shape), 0.0)
+            return kernel(values, keys_N, module, below, scale)
+        return (values * scale).masked_fill_(dropped(keys_N ^ module, values.size(-1), below).view(values.shape), 0.0)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -75,12 +67,14 @@ def _kernel() -> Callable[..., torch.Tensor] | None:
 
 @functools.cache
 def _module_key(name: str, call: int) -> int:
-    return int(digest(_WRAPPERS.sub("", name), str(call)), 16)
+    return signed(int(digest(name, str(call)), 16))
 
 
 @contextmanager
-def keyed_dropout(model: nn.Module) -> Iterator[None]:
+def keyed_dropout(model: nn.Module, strict: bool) -> Iterator[None]:
     """Inside, dropout is that of the tokens that a forward carries; without gradients and tokens there is none.
+
+    Not `strict`: masks that cannot belong to tokens are torch's.
 
     Raises:
         SplitDependentError: a forward with gradients carries no tokens, or not those of a module's input.
@@ -89,25 +83,31 @@ def keyed_dropout(model: nn.Module) -> Iterator[None]:
         for name, module in model.named_modules():
             if is_keyed(module) and not hasattr(module.forward, "of_grpo_ext"):
                 restored.enter_context(assigned(module, forward=module.forward))
-                replace_forward(module, functools.partial(_drop, name), mark=name)
+                replace_forward(module, functools.partial(_drop, name, strict), mark=name)
         yield
 
 
 @torch.compiler.disable
-def _drop(name: str, below: Callable[..., Any], module: Any, values: torch.Tensor) -> torch.Tensor:
+def _drop(name: str, strict: bool, below: Callable[..., Any], module: Any, input: torch.Tensor) -> torch.Tensor:
     carried = carried_now() or Carried()
     keys_BL = carried.keys_BL
-    if not module.p or (keys_BL is None and not (module.training and torch.is_grad_enabled())):
-        return values
+    if not (module.p and module.training) or (keys_BL is None and not torch.is_grad_enabled()):
+        return input
     # an input is (B, L, C) or (B * L, C)
-    if keys_BL is None or values.shape[:-1] not in (keys_BL.shape, keys_BL.flatten().shape):
-        why = f"gets an input {tuple(values.shape)} without an axis of the forward's tokens, to which masks belong"
-        if keys_BL is None:
-            why = "runs outside of a micro-batch's forward, so its mask belongs to no completion"
+    if keys_BL is None or input.shape[:-1] not in (keys_BL.shape, keys_BL.flatten().shape):
+        if not strict:
+            return below(module, input)
+        why = (
+            "runs outside of a micro-batch's forward (in one of your own, on other tokens than it was given, or in "
+            "FSDP's activation_checkpointing), so its mask belongs to no completion; run what computes no loss in "
+            "torch.no_grad(), set gradient_checkpointing=True"
+        )
+        if keys_BL is not None:
+            why = f"gets an input {tuple(input.shape)} without an axis of the forward's tokens, to which masks belong"
         remedy = "use disable_dropout=True, or a rate of 0 (lora_dropout in LoRA)"
         raise SplitDependentError(f"{name} (p={module.p:g}) {why}; {remedy}.")
     call = carried.calls.get(name, 0)
     carried.calls[name] = call + 1
-    keys_N = keys_BL.flatten().to(values.device)
-    output: torch.Tensor = _Masked.apply(values, keys_N, _module_key(name, call), module.p)
+    keys_N = keys_BL.flatten().to(input.device)
+    output: torch.Tensor = _Masked.apply(input, keys_N, _module_key(name, call), module.p)
     return output

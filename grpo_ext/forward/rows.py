@@ -94,11 +94,11 @@ class TokenRows:
         keys_N = token_keys(start, groups_B, rows_B, self.prompts_B, self.completions_B)
         return replace(self, dropout_N=keys_N)
 
-    def with_dropout_of(self, other: TokenRows | None) -> TokenRows:
+    def with_dropout_of(self, other: TokenRows) -> TokenRows:
         """The same rows, with the keys of others if these have the same tokens."""
-        if other is None or self.starts_B != other.starts_B or not torch.equal(self.ids_N, other.ids_N):
+        if self.starts_B != other.starts_B or not torch.equal(self.ids_N, other.ids_N):
             return self
-        return replace(self, dropout_N=other.dropout_N)
+        return replace(self, dropout_N=other.dropout_N, same_text=other.same_text)
 
     def part(self, rows: Sequence[int]) -> TokenRows:
         """Consecutive rows."""

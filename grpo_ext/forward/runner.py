@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,14 +23,14 @@ from ..compat import checkpointing_layers, checkpoints_layers, images_among
 from ..config import GRPOConfig, forms_of
 from ..errors import ConfigError, refuse_split_dependence
 from ..precision.weight_gradients import float32_weight_gradients
-from ..runtime.attributes import assigned, modes_kept
+from ..runtime.attributes import assigned, left_as_it_was
 from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes, shards_parameters, together
 from ..runtime.out_of_memory import Halving
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
-from .draws import drawing_modules, drawn_in, generator_states, moved
+from .draws import drawing_modules, drawn_in, generator_states
 from .dropout import keyed_dropout
 from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
@@ -108,18 +108,19 @@ class ForwardRunner:
         The first model is the one that is trained: it is compared with dropout, and checked for what its forward draws
         and for buffers that it moves.
         """
-        for model in models:
-            if not self.choice.is_compared(model):
-                trained = model is models[0]
-                with self.keyed_dropout(model) if trained else nullcontext():
-                    if trained:
+        for number, model in enumerate(models):
+            if self.choice.is_compared(model):
+                continue
+            policy = base_model_of(model)
+            # a user's module may be compiled
+            with torch.compiler.set_stance("force_eager"), self.without_gradients(model), left_as_it_was(policy):
+                if number:
+                    self.choice.compare(model, self.make_rows)
+                else:
+                    with keyed_dropout(policy, strict=not self.args.allow_split_dependent):
                         self._check_training_forward(model)
-                    with self.without_gradients(model):
-                        self.choice.compare(model, self._rows_with_dropout if trained else self.make_rows)
-                self.refuse_other_than_packs(model, self.choice.form(model))
-
-    def keyed_dropout(self, model: Any) -> AbstractContextManager[None]:
-        return nullcontext() if self.args.allow_split_dependent else keyed_dropout(base_model_of(model))
+                        self.choice.compare(model, self._rows_with_dropout)
+            self.refuse_other_than_packs(model, self.choice.form(model))
 
     def _rows_with_dropout(self, policy: Any, **options: Any) -> list[TokenRows]:
         batches = self.make_rows(policy, **options)
@@ -127,15 +128,15 @@ class ForwardRunner:
 
     def _check_training_forward(self, model: Any) -> None:
         policy, meeting = base_model_of(model), together("the check of a training forward", self.sharded)
-        with self.without_gradients(model), torch.random.fork_rng([]), meeting, modes_kept(policy):
+        with torch.random.fork_rng([]), meeting:
             rows = self._rows_with_dropout(policy, processor=None)[0]  # text alone, also where the model takes images
 
             def run() -> torch.Tensor:
                 return self._forward(model, rows).logps_S
 
+            moving = moving_buffers(policy, run, not self.sharded)
             policy.train()
             drawing = drawing_modules(policy, self.accelerator.device, run)
-            moving = moving_buffers(policy, run, not self.sharded)
         reasons = []
         if names := sorted({*gather_lists(drawing)}):
             reasons.append(drawn_in(names))
@@ -236,10 +237,10 @@ class ForwardRunner:
         device = self.accelerator.device
         run = functools.partial(run_rows, form, model, rows, device, **fixed, **options)
         with self.accelerator.autocast():
-            before, output = generator_states(device), run()
-            # users' functions may draw too, on the thread that samples ahead
-            alone = torch.is_grad_enabled() and not self.args.rollout_lag
-            if alone and not self.args.allow_split_dependent and moved(before, device):
+            # on the thread that samples ahead users' functions may draw too, on the CPU
+            states = functools.partial(generator_states, device, with_cpu=not self.args.rollout_lag)
+            before, output = states(), run()
+            if torch.is_grad_enabled() and not self.args.allow_split_dependent and before != states():
                 # where a forward is a collective, others may not run it again
                 names = [] if self.collective_forward else drawing_modules(policy, device, run)
                 refuse_split_dependence([drawn_in(names or [type(policy).__name__])], allow=False)
@@ -286,7 +287,6 @@ class OverridableRunner(ForwardRunner):
         super().__init__(*args)
         self.override = override  # returns the user's method, or None
         self._calls: list[Call] = []  # in progress; shared by the runners of all threads
-        self.in_loss: TokenRows | None = None  # of the micro-batch whose loss a user's method computes
 
     def rollout_log_probs(
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
@@ -296,7 +296,7 @@ class OverridableRunner(ForwardRunner):
         ids, mask, width = rows.padded(self.multiple)
         images = {} if rows.images is None else rows.images.as_trl(ids)
         ids, mask, images = to_device((ids, mask, images), self.accelerator.device)
-        with self._calling(ids, mask, rows, limits):
+        with self.calling(ids, mask, rows, limits):
             logps_BT, _, _ = override(model, ids, mask, width, batch_size=limits.completions, **images)
         return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B, strict=True)]), None
 
@@ -310,12 +310,12 @@ class OverridableRunner(ForwardRunner):
         if not images and rows.images is not None:
             images = rows.images.as_trl(ids)
         options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
-        with self._calling(ids, mask, rows) as call:
+        with self.calling(ids, mask, rows) as call:
             logps, entropies, _ = override(model, ids, mask, width, **options)
         return MicroBatchScores(logps, entropies, call.router)
 
     @contextmanager
-    def _calling(
+    def calling(
         self, ids: torch.Tensor, mask: torch.Tensor, rows: TokenRows, limits: ForwardLimits | None = None
     ) -> Iterator[Call]:
         call = Call(rows, Unchanged(ids, mask), limits)
@@ -333,7 +333,10 @@ class OverridableRunner(ForwardRunner):
         name = "_get_per_token_logps_and_entropies"
         self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
         tensors = input_ids, attention_mask
-        return Call(TokenRows.of_padded(*tensors, width).with_dropout_of(self.in_loss), Unchanged(*tensors))
+        rows = TokenRows.of_padded(*tensors, width)
+        for call in [*self._calls]:
+            rows = rows.with_dropout_of(call.rows)
+        return Call(rows, Unchanged(*tensors))
 
     def trl_log_probs(
         self, model: Any, call: Call, width: int, batch_size: int | None, with_entropy: bool, with_router: bool

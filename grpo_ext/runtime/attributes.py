@@ -1,5 +1,6 @@
 """Sets attributes of an object for a while, and replaces forwards of modules for good."""
 
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -23,14 +24,17 @@ def assigned(target: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def modes_kept(model: Any) -> Iterator[None]:
-    """Afterwards, each module trains or not as before."""
-    modes = [(module, module.training) for module in model.modules()]
+def left_as_it_was(model: Any) -> Iterator[None]:
+    """Inside, buffers of `model` are copies; afterwards it has its own, and each module trains or not as before."""
+    before = [(module, module.training, {**module._buffers}) for module in model.modules()]
     try:
+        for (module, *_), copies in zip(before, copy.deepcopy([buffers for *_, buffers in before]), strict=True):
+            module._buffers.update(copies)  # one that modules share stays shared
         yield
     finally:
-        for module, training in modes:
+        for module, training, buffers in before:
             module.training = training
+            module._buffers.update(buffers)
 
 
 def replace_forward(module: Any, run: Callable[..., Any], mark: Any) -> None:

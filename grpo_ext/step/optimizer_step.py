@@ -53,7 +53,6 @@ class Attempt:
     clock: PhaseClock
     gradients: NativeGradients | None  # None where an engine (FSDP, DeepSpeed) adds them up
     record: StepRecord | None  # where the step is run again
-    dropout: int | None  # the key of the step; None: without
     shortage: str | None = None  # why memory ran out, on this process or another
     step: StepContext = field(init=False)  # set by `measure`
     _current: MicroBatch = field(default=MicroBatch(()), init=False)
@@ -97,9 +96,12 @@ class Attempt:
         set_statistics(step, measured, settings.top_entropy_quantile)
 
     def micro_batches(self) -> Iterator[LossInputs]:
+        dropout = None
+        if self.settings.training and any(map(is_keyed, self.model.modules())):
+            dropout = derive_key(self.forwards.args.seed, DROPOUT_STREAM, self.number)
         for part in self.plan.micro_batches:
             self._current = part
-            yield collate(self.rollout, part, self.step, self.collation, self.settings, self.dropout)
+            yield collate(self.rollout, part, self.step, self.collation, self.settings, dropout)
 
     def counts(self, part: MicroBatch) -> bool:
         """Whether parameters that a micro-batch uses take part; where nothing adds, its filler stands for the step."""
@@ -196,16 +198,13 @@ class StepPlanner:
         if not self.forwards.sharded:  # else the engine adds them up
             kind = FixedPointGradients if self.forwards.args.bitwise_invariant else NativeGradients
             gradients = kind(accelerator.unwrap_model(model), accelerator)
-        step, key = self.view.state.global_step + 1, None
-        if settings.training and any(map(is_keyed, model.modules())):
-            key = derive_key(self.forwards.args.seed, DROPOUT_STREAM, step)
         for number in itertools.count():
             logged = {mode: {name: [*values] for name, values in lists.items()} for mode, lists in metrics.items()}
             attempt = Attempt(
                 model=model,
                 rollout=rollout,
                 settings=settings,
-                number=step,
+                number=self.view.state.global_step + 1,
                 run=functools.partial(self.view.loss_of, model),
                 plan=self._planned(model, rollout, settings),
                 forwards=self.forwards,
@@ -213,7 +212,6 @@ class StepPlanner:
                 clock=self.clock,
                 gradients=gradients,
                 record=self.record if settings.training else None,
-                dropout=key,
             )
             self.check_gradient = attempt.check_gradient
             yield attempt

@@ -58,8 +58,8 @@ class LossOverrides:
         """Yield TRL's dictionary of the micro-batch, and the sizes to set on the trainer meanwhile."""
         inputs = self._dictionary(micro_batch)
         args = args_in_loss(self.view.args, micro_batch, self.view.model.training)
-        call, rows = _Call(micro_batch, Unchanged(*_tokens(inputs)), _loss_tokens(inputs)), micro_batch.rows
-        with assigned(self, _call=call), assigned(self.forwards, in_loss=rows):
+        call = _Call(micro_batch, Unchanged(*_tokens(inputs)), _loss_tokens(inputs))
+        with assigned(self, _call=call), self.forwards.calling(*padded_ids_and_mask(inputs), micro_batch.rows):
             yield inputs, {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
 
     def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class LossOverrides:
         )
         images = self.images.of_batch(inputs)
         rows = TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
-        return rows.with_dropout_of(None if call is None else call.micro_batch.rows)
+        return rows if call is None else rows.with_dropout_of(call.micro_batch.rows)
 
     def _own_step(self, inputs: dict[str, Any], rows: TokenRows) -> LossInputs:
         """Count a batch of the user's own as a step; its groups are whole, from its first row on."""

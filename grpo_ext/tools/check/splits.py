@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 from trl import get_peft_config, get_quantization_config
 
 from ...batching.sizes import geometry_of
-from ...checks.model import find_model, random_settings
+from ...checks.model import find_model
 from ...config import GRPOConfig
 from ...errors import ConfigError
 from ...rewards.registry import resolve_rewards
@@ -113,16 +112,6 @@ def splits_of(
     return [replace(s, sequence_parallel_size=n) for s in splits for n in sequence_parallel if s.processes % n == 0]
 
 
-def _refuse_dropout(run: Run) -> None:
-    """Stock TRL samples and scores with dropout, by a generator, so no step of it is comparable."""
-    parts = [part for part in (run.peft, AutoConfig.from_pretrained(run.model_path)) if part is not None]
-    if rates := [f"{name}={value:g}" for part in parts for name, value in random_settings(part).items()]:
-        raise ConfigError(
-            f"--against trl with {', '.join(rates)}: stock TRL draws its masks for each batch, in sampling too, so its "
-            "steps are not comparable; set lora_dropout=0, or disable_dropout=True."
-        )
-
-
 def check(
     run: Run,
     splits: Sequence[Split],
@@ -140,8 +129,6 @@ def check(
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")
     if len(splits) < 2 and against is None:
         raise ConfigError(f"{splits[0]} alone has nothing to be compared with; name two splits, or --against trl.")
-    if against and not run.config.get("disable_dropout"):
-        _refuse_dropout(run)
     config = {**run.config, "max_steps": steps, "logging_steps": 1}
     if bitwise:
         config["bitwise_invariant"] = True

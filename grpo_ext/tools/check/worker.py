@@ -13,8 +13,10 @@ import trl
 from datasets import load_from_disk
 from transformers import PrinterCallback, TrainerCallback
 
+from ...checks.model import random_parts
 from ...compat import create_model_from_path, processing_class_of
 from ...config import GRPOConfig
+from ...errors import ConfigError
 from ...rewards.worker import unpack
 from ...run.fingerprint import state_hashes
 from ...run.trail import TRAIL, read_trail
@@ -36,7 +38,7 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
     model = create_model_from_path(run.model_path, **load)
     if run.nameless:
         model.config._name_or_path = ""
-    return trainer_class(
+    trainer = trainer_class(
         model=model,
         reward_funcs=list(run.rewards),
         args=args,
@@ -47,6 +49,12 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
         peft_config=run.peft,
         rollout_func=run.rollout_func,
     )
+    if run.trainer == STOCK and (parts := [*random_parts(trainer.model, keyed=True)]):
+        raise ConfigError(
+            f"stock TRL draws dropout for each batch, in sampling too ({parts[0]}), so its steps cannot be compared; "
+            "set lora_dropout=0, or disable_dropout=True."
+        )
+    return trainer
 
 
 class _Recorder(TrainerCallback):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_ext.algorithms.keyed_random import DROPOUT_STREAM, derive_key, mix, signed, token_keys
+from grpo_ext.algorithms.keyed_random import DROPOUT_STREAM, derive_key, signed, token_keys
 from grpo_ext.errors import SplitDependentError
 from grpo_ext.forward import carried, dropout
 from grpo_ext.forward.carried import Carried, carrying
@@ -36,12 +36,16 @@ def python_is_dropped(token: int, module: str, call: int, channel: int, rate: fl
     hasher = hashlib.blake2b(digest_size=8)
     for part in (module.encode(), str(call).encode()):
         hasher.update(len(part).to_bytes(8, "little") + part)
-    key = python_mix(token, int(hasher.hexdigest(), 16))
+    key = token ^ int(hasher.hexdigest(), 16)
     x = (key & WORD) ^ ((channel * 0x9E3779B9) & WORD)
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
     x ^= key >> 32
     x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
     return (x + 2**31) % 2**32 < rate * 2**32  # as a signed integer it is below
+
+
+def below(rate: float) -> int:
+    return round(rate * 2**32) - 2**31
 
 
 def python_token(seed: int, step: int, group: int, row: int, position: int, prompt: int) -> int:
@@ -57,7 +61,7 @@ def test_masks_are_those_of_the_formula_in_pythons_integers():
     owners = [(3, 5, position) for position in range(6)] + [(3, 6, position) for position in range(7)]
     tokens = [python_token(42, 7, *owner, 4) for owner in owners]
     assert keys_N.tolist() == [signed(token) for token in tokens]
-    mask_NC = dropped(mix(keys_N, signed(dropout._module_key("layers.0.drop", 1))), 37, 0.3)
+    mask_NC = dropped(keys_N ^ dropout._module_key("layers.0.drop", 1), 37, below(0.3))
     by_hand = [[python_is_dropped(token, "layers.0.drop", 1, c, 0.3) for c in range(37)] for token in tokens]
     assert mask_NC.tolist() == by_hand
     assert 0.2 < float(mask_NC.float().mean()) < 0.4
@@ -81,7 +85,7 @@ def mask(rate: float, seed: int, step: int, module: str = "a.q_proj", call: int 
     """Of two rows of two groups, (rows, tokens, channels)."""
     rows, counts = range(SIZE["rows"]), [[SIZE[name]] * SIZE["rows"] for name in ("prompt", "completion")]
     keys_N = token_keys(derive_key(seed, DROPOUT_STREAM, step), rows, rows, *counts)
-    mask_NC = dropped(mix(keys_N, signed(dropout._module_key(module, call))), SIZE["channels"], rate)
+    mask_NC = dropped(keys_N ^ dropout._module_key(module, call), SIZE["channels"], below(rate))
     return mask_NC.double().view(SIZE["rows"], -1, SIZE["channels"])
 
 
@@ -165,7 +169,7 @@ KEYS_BL = token_keys(9, [0, 0], [0, 1], [3, 3], [4, 4]).view(2, 7)
 
 
 def run(module: nn.Module, values: torch.Tensor, keys_BL: torch.Tensor | None = KEYS_BL) -> torch.Tensor:
-    with keyed_dropout(module), carrying(module, Carried(keys_BL=keys_BL)):
+    with keyed_dropout(module, strict=True), carrying(module, Carried(keys_BL=keys_BL)):
         output: torch.Tensor = module(values)
     return output
 
@@ -179,7 +183,7 @@ def test_the_same_forward_has_the_same_masks_and_each_module_and_call_its_own():
         assert 0.4 < float((one[a] == one[b]).float().mean()) < 0.6
     assert torch.equal(one[:, 0, :3], one[:, 1, :3])  # the prompt of a group
     flat = nn.Sequential(nn.Flatten(0, 1), module, nn.Unflatten(1, (2, 7)))
-    with keyed_dropout(module), carrying(flat, Carried(keys_BL=KEYS_BL)):
+    with keyed_dropout(module, strict=True), carrying(flat, Carried(keys_BL=KEYS_BL)):
         assert torch.equal(one, flat(ones))
 
 
@@ -198,7 +202,7 @@ def test_layers_that_run_again_find_their_masks(reentrant):
         values = torch.full((2, 7, 64), 1.0, requires_grad=True)
         for layer in model:
             layer._gradient_checkpointing_func = options.get("checkpoint")
-        with keyed_dropout(model):
+        with keyed_dropout(model, strict=True):
             with carrying(model, Carried(keys_BL=KEYS_BL)):
                 hidden = values
                 for layer in model:
@@ -227,12 +231,12 @@ def test_layers_that_run_again_find_their_masks(reentrant):
 
 
 def test_the_control_a_recomputation_that_counts_on_has_other_masks(monkeypatch):
-    counted: dict[str, int] = {}
-
     class CountsOn(Carried):
-        calls = property(lambda self: counted, lambda self, value: None)  # type: ignore[assignment]
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in vars(self):
+                super().__setattr__(name, value)
 
-    monkeypatch.setattr(carried.copy, "copy", lambda one: CountsOn(keys_BL=one.keys_BL))
+    monkeypatch.setitem(globals(), "Carried", CountsOn)
     with pytest.raises(AssertionError):
         test_layers_that_run_again_find_their_masks(False)
 
@@ -268,12 +272,8 @@ def test_an_input_without_the_tokens_is_refused_by_name(shape):
     module = Twice()
     with pytest.raises(SplitDependentError, match=r"shared \(p=0.5\) gets an input .* without an axis of the forward"):
         run(module, torch.ones(shape))
-
-
-def test_names_do_not_change_with_wrappers():
-    plain = dropout._module_key("model.layers.0.q_proj.lora_dropout.default", 0)
-    for wrapper in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
-        assert dropout._module_key(f"model.layers.0.{wrapper}.q_proj.lora_dropout.default", 0) == plain
+    with keyed_dropout(module, strict=False), carrying(module, Carried(keys_BL=KEYS_BL)):
+        assert float((module(torch.ones(shape)) == 0).float().mean()) > 0  # torch's, which a user allowed
 
 
 def test_nothing_is_carried_after_a_forward():
@@ -297,7 +297,10 @@ for name, call in (("a.q_proj", 0), ("a.v_proj", 3)):
         for channels in (1, 7, 1024, 1500):
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 values = torch.randn(len(keys_N), channels).to(dtype)
-                one, other = dropout._Masked.apply(values, keys_N, module, rate), masked(values, keys_N, module, rate)
+                scale = 1 / (1 - rate) if rate < 1 else 0.0
+                number = min(round(rate * 2**32), 2**32 - 1) - 2**31
+                one = dropout._Masked.apply(values, keys_N, module, rate)
+                other = masked(values, keys_N, module, number, scale)
                 # the interpreter cuts bfloat16 off where a GPU rounds
                 near = torch.allclose(one, other, rtol=2**-7) if dtype == torch.bfloat16 else torch.equal(one, other)
                 assert near and torch.equal(one == 0, other == 0), (name, rate, channels, dtype)

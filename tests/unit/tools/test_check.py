@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -303,13 +304,16 @@ def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     assert report.results[1].gradient_error > 1e-2
 
 
-def test_stock_trl_is_not_compared_with_dropout(tmp_path):
-    dropping = saved(tmp_path, TRAINED, tiny_model("gpt2", resid_pdrop=0.2))
-    with pytest.raises(ConfigError, match=r"--against trl with resid_pdrop=0.2: .*set lora_dropout=0"):
-        check(dropping, [Split(8)], against="trl")
-    adapted = replace(saved(tmp_path, TRAINED), peft=LoraConfig(lora_dropout=0.05))
-    with pytest.raises(ConfigError, match=r"--against trl with lora_dropout=0.05"):
-        check(adapted, [Split(8)], against="trl")
+@stock_scores
+def test_stock_trl_is_not_compared_with_dropout(fork_launches, tmp_path):
+    dropping = saved(tmp_path / "gpt2", TRAINED, tiny_model("gpt2", resid_pdrop=0.2))
+    adapted = replace(saved(tmp_path / "lora", TRAINED), peft=LoraConfig(lora_dropout=0.05, task_type="CAUSAL_LM"))
+    for run, part in ((dropping, r"mlp.dropout \(Dropout\): p=0.2"), (adapted, r"lora_dropout.default .*p=0.05")):
+        report = check(run, [Split(8)], steps=1, against="trl")
+        assert re.search(f"draws dropout for each batch.*{part}.*set lora_dropout=0", str(report))
+        assert not report.ok
+    off = replace(dropping, config={**dropping.config, "disable_dropout": True})
+    assert "draws dropout" not in str(check(off, [Split(8)], steps=1, against="trl"))
 
 
 class _Later:
