@@ -3,13 +3,14 @@
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 
 from grpo_ext.errors import LaunchError
 from grpo_ext.run.checkpoint import checkpoints, why_not_resumable
 from grpo_ext.tools.check.comparison import metric_difference, update_error
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.stock import STOCK
-from tests.support.cases import Bench
+from tests.support.cases import DROPPING, Bench
 from tests.support.kills import dying
 from tests.support.launches import STEPS, assert_same_run, long_run, run_all
 from tests.support.selection import few_of
@@ -24,8 +25,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "adaptive": {"use_adaptive_entropy": True, "entropy_target": 5.0, "max_steps": 9},
     "dynamic": {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,), "max_steps": 16},
     "cut": CUT,
+    "dropout": {"bitwise_invariant": True, "peft": LoraConfig(**DROPPING), "max_steps": 16},
 }
-FULL = ("adaptive", "dynamic")  # left to `make test-full`
+FULL = ("adaptive", "dynamic", "dropout")  # left to `make test-full`
 full = pytest.mark.full
 
 
@@ -58,6 +60,7 @@ def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) 
         pytest.param("adaptive", 1, 16, (7,), marks=full),
         # before a rollout batch, in the second epoch
         pytest.param("dynamic", 2, 3, (6, 14), marks=full),
+        pytest.param("dropout", 3, 3, (7, 14), marks=full),
         ("cut", 2, 5, (1, 2, 9)),  # after the first step of a rollout batch, between its iterations, in the last one
     ],
 )
