@@ -64,6 +64,11 @@ def _kernel(reference: Any) -> Any:
     return run
 
 
+def _masked(values: torch.Tensor, keys_N: torch.Tensor, module: int, below: int, scale: float) -> torch.Tensor:
+    drop = dropout.dropped(keys_N ^ module, values.size(-1), below)
+    return (values * scale).masked_fill(drop.view(values.shape), 0.0)
+
+
 @contextmanager
 def kernels(varlen_operator: bool) -> Iterator[None]:
     """Inside, packs attend as on a GPU, and attention has the same bits everywhere.
@@ -76,7 +81,7 @@ def kernels(varlen_operator: bool) -> Iterator[None]:
         mock.patch.object(lm_head, "triton_head", return_value=None),
         mock.patch.object(shared_prefix, "_varlen", _kernel(varlen.forward)),
         mock.patch.object(shared_prefix, "_varlen_backward", _kernel(varlen.backward)),
-        mock.patch.object(dropout, "_kernel", return_value=_kernel(dropout._Masked.apply)),
+        mock.patch.object(dropout, "_kernel", return_value=_kernel(_masked)),
         mock.patch.object(ahead.RolloutThread, "_run", _in_thread),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", reference_attention),
     ):

@@ -45,6 +45,11 @@ QWEN = {**MODELS["qwen2.5-0.5b"], "num_hidden_layers": 6}  # a quarter of the la
 SAVED_TOLERANCE = 0.15  # attention on fake tensors keeps a copy of its output that the CPU's kernel does not
 
 
+def place(completions: list[str], **columns: Any) -> list[float]:
+    """Rewards that differ, so that each completion is trained on."""
+    return [float(number) for number in range(len(completions))]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing):
@@ -57,7 +62,7 @@ def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing
     data = Dataset.from_dict({"prompt": ["abcd" * (prompt // 4)] * 4, "answer": ["a"] * 4})
     parts = {"train_dataset": data, "callbacks": [begin, end], "gradient_checkpointing": checkpointing}
     model = AutoModelForCausalLM.from_config(config)
-    trainer = make(tmp_path, model, **sizes, **parts, max_steps=2, optim="adamw_torch")
+    trainer = make(tmp_path, model, place, **sizes, **parts, max_steps=2, optim="adamw_torch")
     give_completions(trainer, [[10 + (7 * row + 3 * i) % 30 for i in range(completion)] for row in range(16)])
     trainer.train()
     tokens, tile = prompt + group * completion, CPU_TILE[0] * CPU_TILE[1]
