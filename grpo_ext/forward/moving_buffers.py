@@ -15,7 +15,7 @@ _ROUNDING = 1e-6  # of the largest number of a result, beside ten times what two
 def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor], with_gradients: bool) -> list[str]:
     """The buffers that move, if later log-probabilities or gradients do too. Forwards run on copies of them.
 
-    Called in `torch.no_grad`, and in `modes_kept`.
+    Called in `torch.no_grad`, and in `left_as_it_was`.
     """
     before = _buffers(model)
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in before}
@@ -41,14 +41,13 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
         model.eval()
         return [log_probs(), *trained()]
 
-    try:
-        use(copy.deepcopy(before))
-        trained()
-        after = _buffers(model)
-        moved = [name for name in before if not torch.equal(before[name], after[name])]
-        return moved if moved and any(map(_differ, results(before), results(before), results(after))) else []
-    finally:
-        use(before)
+    use(copy.deepcopy(before))
+    trained()
+    after = _buffers(model)
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    differs = bool(moved) and any(map(_differ, results(before), results(before), results(after)))
+    use(before)
+    return moved if differs else []
 
 
 def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -9,7 +9,6 @@ them chosen by a router, C choices of all routers.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,10 +135,10 @@ def install_routers(model: Any) -> None:
 
 
 def _choosing(router: Router, below: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    carried, choosing = carried_now(), nullcontext()
-    if carried is not None and carried.routing is not None:
-        choosing = _Choice(router, carried.routing, carried.first)
-    with choosing:
+    carried = carried_now()
+    if carried is None or carried.routing is None:
+        return below(*args, **kwargs)
+    with _Choice(router, carried.routing, carried.first):
         return below(*args, **kwargs)
 
 
