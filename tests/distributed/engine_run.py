@@ -126,7 +126,7 @@ def main(folder: Path) -> None:
         }
         if run["tools"]:
             parts = tool_runs.parts("company")
-        peft = LoraConfig(**LORA, lora_dropout=0.1, init_lora_weights=run["start"]) if run["lora"] else None
+        peft = LoraConfig(**LORA, lora_dropout=run["dropout"], init_lora_weights=run["start"]) if run["lora"] else None
         trainer = GRPOTrainer(model=model, args=args, peft_config=peft, **parts)
         trainer.add_callback(held := Gradients())
         error = train(trainer, run)

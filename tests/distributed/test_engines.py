@@ -46,6 +46,7 @@ class Job:
     prompts: int = 22
     lora: bool = False
     start: bool | str = True  # init_lora_weights
+    dropout: float = 0.1  # of LoRA
     resume: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     changed: bool = False  # the model object has other weights than its files
@@ -84,7 +85,8 @@ FEW = [
     Job("few", FEW_ROWS),  # one group: others have none
     Job("teacher", {**REPLAYED, "num_generations": 4, "max_steps": 2}, teacher="moe"),
     Job("whole", {"max_steps": 2}, whole=True),  # the control of FSDP2's gradients
-    Job("lora_random", {**FEW_ROWS, "beta": 0.1}, lora=True, start=False),
+    Job("lora_random", {**FEW_ROWS, "beta": 0.1}, lora=True, start=False, dropout=0.0),
+    Job("lora_dropout", FEW_ROWS, lora=True, start=False),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("spoiled", SAVED, spoiled=True),
     Job("fp16", FP16),  # with an overflow on the last process
