@@ -98,13 +98,13 @@ def _drop(name: str, strict: bool, below: Callable[..., Any], module: Any, input
         if not strict:
             return below(module, input)
         why = (
-            "runs outside of a micro-batch's forward (in one of your own, on other tokens than it was given, or in "
-            "FSDP's activation_checkpointing), so its mask belongs to no completion; run what computes no loss in "
-            "torch.no_grad(), set gradient_checkpointing=True"
+            "runs outside of a micro-batch's forward, so its mask belongs to no completion; run what computes no loss "
+            "in torch.no_grad(), let an override pass on all rows in their order with their masks, and under FSDP use "
+            "gradient_checkpointing=True instead of activation_checkpointing"
         )
         if keys_BL is not None:
             why = f"gets an input {tuple(input.shape)} without an axis of the forward's tokens, to which masks belong"
-        remedy = "use disable_dropout=True, or a rate of 0 (lora_dropout in LoRA)"
+        remedy = "or use disable_dropout=True, or a rate of 0 (lora_dropout in LoRA)"
         raise SplitDependentError(f"{name} (p={module.p:g}) {why}; {remedy}.")
     call = carried.calls.get(name, 0)
     carried.calls[name] = call + 1

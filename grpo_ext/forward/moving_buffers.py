@@ -45,7 +45,7 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
     trained()
     after = _buffers(model)
     moved = [name for name in before if not torch.equal(before[name], after[name])]
-    differs = bool(moved) and any(map(_differ, results(before), results(before), results(after)))
+    differs = bool(moved) and any(map(differ, results(before), results(before), results(after)))
     use(before)
     return moved if differs else []
 
@@ -54,6 +54,7 @@ def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_buffers(remove_duplicate=False))
 
 
-def _differ(one: torch.Tensor, again: torch.Tensor, other: torch.Tensor) -> bool:
+def differ(one: torch.Tensor, again: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a result differs from another by more than from its repetition."""
     noise, gap = ((one - values).abs().max() for values in (again, other))
     return bool(gap > 10 * noise + _ROUNDING * one.abs().max())

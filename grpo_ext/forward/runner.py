@@ -34,7 +34,7 @@ from .draws import drawing_modules, drawn_in, generator_states
 from .dropout import keyed_dropout
 from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
-from .moving_buffers import moving_buffers
+from .moving_buffers import differ, moving_buffers
 from .routing import Routing
 from .rows import TokenRows, in_columns
 from .token_slice import refuse_other_forms
@@ -92,6 +92,7 @@ class ForwardRunner:
         self.choice = ForwardChoice(
             forms, accelerator.device, self.collective_forward, checkpointing, refused, self.group
         )
+        self.watches = not args.allow_split_dependent  # training forwards, for random numbers
         self._in_form: Any = None  # the model whose backward passes run in its form
 
     def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> ForwardRunner:
@@ -136,10 +137,8 @@ class ForwardRunner:
 
             moving = moving_buffers(policy, run, not self.sharded)
             policy.train()
-            drawing = drawing_modules(policy, self.accelerator.device, run)
-        reasons = []
-        if names := sorted({*gather_lists(drawing)}):
-            reasons.append(drawn_in(names))
+            noise = self._noise_in(policy, run, lambda items: sorted({*gather_lists(items)}))
+        reasons = [drawn_in(noise)] if noise else []
         if names := sorted({*gather_lists(moving)}):
             reasons.append(
                 f"a training forward moves the buffer {', '.join(names[:3])}, which later forwards read; train without "
@@ -147,6 +146,27 @@ class ForwardRunner:
             )
         for reason in refuse_split_dependence(reasons, self.args.allow_split_dependent):
             logger.warning(f"The promise that the split does not matter does not cover this run: {reason}.")
+
+    def _noise_in(
+        self, policy: Any, run: Callable[[], torch.Tensor], share: Callable[[list[Any]], list[Any]] = list
+    ) -> list[str]:
+        """The modules that draw random numbers, if these change log-probabilities; `share`: with all processes.
+
+        PEFT's LoHa and LoKr draw at rate 0, and hooks of users may: where it has no effect, nothing is watched later.
+        """
+
+        def seeded(seed: int) -> torch.Tensor:
+            torch.manual_seed(seed)
+            return run()
+
+        device = self.accelerator.device
+        devices = [] if device.type == "cpu" else [device.index or 0]
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            names = share(drawing_modules(policy, device, run))
+            if names and not any(share([differ(seeded(0), seeded(0), seeded(1))])):
+                self.watches = False
+                return []
+        return names
 
     def refuse_other_than_packs(self, model: Any, form: Form) -> None:
         refuse_other_forms(self.args.sequence_parallel_size, form, self.choice.described(model))
@@ -240,10 +260,11 @@ class ForwardRunner:
             # on the thread that samples ahead users' functions may draw too, on the CPU
             states = functools.partial(generator_states, device, with_cpu=not self.args.rollout_lag)
             before, output = states(), run()
-            if torch.is_grad_enabled() and not self.args.allow_split_dependent and before != states():
+            if torch.is_grad_enabled() and self.watches and before != states():
                 # where a forward is a collective, others may not run it again
-                names = [] if self.collective_forward else drawing_modules(policy, device, run)
-                refuse_split_dependence([drawn_in(names or [type(policy).__name__])], allow=False)
+                alone = not self.collective_forward
+                names = self._noise_in(policy, lambda: run().logps_S) if alone else [type(policy).__name__]
+                refuse_split_dependence([drawn_in(names)] if names else [], allow=False)
         return output
 
 

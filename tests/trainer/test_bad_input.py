@@ -224,5 +224,5 @@ def test_a_launcher_that_starts_one_process_of_several_is_named(tmp_path, monkey
 
 
 def test_split_dependence_can_be_allowed_and_is_said(tmp_path, caplog):
-    make(tmp_path, model=tiny_model("gpt2", resid_pdrop=0.1), allow_split_dependent=True).train()
+    make(tmp_path, model=dropping(), allow_split_dependent=True).train()
     assert "does not cover this run: dropout is on" in caplog.text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import trl
-from peft import LoHaConfig, LoraConfig
+from peft import LoHaConfig, LoKrConfig, LoraConfig
 from torch import nn
 from transformers import TrainerCallback
 from trl import ModelConfig, get_peft_config
@@ -269,6 +269,20 @@ def test_other_rates_of_peft_are_refused(tmp_path, settings):
     config = LoHaConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings)
     with pytest.raises(ModelError, match=next(iter(settings))):
         make(tmp_path, peft_config=config).train()
+
+
+def test_draws_without_effect_are_no_noise(tmp_path):
+    """Of PEFT's LoHa and LoKr at rate 0, and of a user's hook."""
+
+    def monitored(state: Any) -> None:
+        model.model.layers[0].mlp.register_forward_hook(lambda *args: print(torch.randperm(4)))
+
+    config = LoHaConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    split = [update(tmp_path / str(n), peft_config=config, per_device_train_batch_size=n)[0] for n in (16, 3)]
+    assert error(*split) <= UPDATE
+    ran(make(tmp_path / "lokr", peft_config=LoKrConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")))
+    model = tiny_model()
+    ran(make(tmp_path / "hook", model, callbacks=[on("on_train_begin", monitored)]))
 
 
 # ---- As users write it ----------------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ def test_stock_trl_is_not_compared_with_dropout(fork_launches, tmp_path):
     adapted = replace(saved(tmp_path / "lora", TRAINED), peft=LoraConfig(lora_dropout=0.05, task_type="CAUSAL_LM"))
     for run, part in ((dropping, r"resid_dropout \(Dropout\): p=0.2"), (adapted, r"lora_dropout.default .*p=0.05")):
         report = check(run, [Split(8)], steps=1, against="trl")
-        assert re.search(f"draws dropout for each batch.*{part}.*set lora_dropout=0", str(report))
+        assert re.search(f"draws dropout for each batch.*{part}", str(report))
     off = replace(dropping, config={**dropping.config, "disable_dropout": True})
     assert "draws dropout" not in str(check(off, [Split(8)], steps=1, against="trl"))
 
