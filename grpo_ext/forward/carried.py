@@ -30,7 +30,7 @@ class Carried:
         self.calls: dict[str, int] = {}  # of dropout, by module
 
     @classmethod
-    def of(cls, targets: Any, ids_BL: torch.Tensor, first: int = 0) -> Carried:
+    def of(cls, targets: Any, ids_BL: Any, first: int = 0) -> Carried:
         """What `Targets` have for a pass over these ids."""
         keys_N = targets.dropout_N
         keys_BL = None if keys_N is None else keys_N[first : first + ids_BL.numel()].view_as(ids_BL)

@@ -183,7 +183,7 @@ def _run(
     completions: Continuation | None = kwargs.pop(PREFIX, None)
     if completions is None:
         backbone = _backbone(model)
-        with carrying(backbone, Carried.of(targets, kwargs["input_ids"])):
+        with carrying(backbone, Carried.of(targets, kwargs.get("input_ids"))):
             output = backbone(*args, **{**kwargs, "use_cache": False, "return_dict": True})
         hidden, routers = output.last_hidden_state.flatten(0, 1), getattr(output, "router_logits", None)
     else:
