@@ -31,7 +31,7 @@ from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
 from .draws import drawing_modules, drawn_in, generator_states
-from .dropout import keyed_dropout
+from .dropout import is_keyed, keyed_dropout
 from .forms import in_form, run_rows
 from .lm_head import LogProbs, RouterOutput
 from .moving_buffers import differ, moving_buffers
@@ -125,6 +125,8 @@ class ForwardRunner:
 
     def _rows_with_dropout(self, policy: Any, **options: Any) -> list[TokenRows]:
         batches = self.make_rows(policy, **options)
+        if not any(map(is_keyed, policy.modules())):
+            return list(batches)
         return [rows.with_dropout(0, rows.runs_B, range(len(rows))) for rows in batches]
 
     def _check_training_forward(self, model: Any) -> None:

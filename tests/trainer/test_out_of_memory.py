@@ -161,7 +161,7 @@ def test_a_comparison_that_does_not_fit_ends_the_run(tmp_path, forward, remedy):
     def forwards(module: Any, args: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    trainer._forwards._check_buffers = lambda model: None
+    trainer._forwards._check_training_forward = lambda model: None
     trainer.model.model.register_forward_pre_hook(forwards)
     with pytest.raises(MemoryShortageError, match=f"comparing two forms of the forward .*{remedy}"):
         trainer.train()
