@@ -107,7 +107,9 @@ def test_a_check_takes_model_data_rewards_adapter_and_precision_of_the_run(check
     assert seen["dataset"]["prompt"] == ["1 + 1"]
     assert [f.__name__ for f in seen["rewards"]] == ["exact_number", "length_penalty"]
     assert seen["rewards"][1](completion_ids=[[0] * 16]) == [-0.5]  # of 32 tokens
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    lora = LoraConfig(
+        r=4, lora_alpha=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )  # TRL's default of dropout
     assert seen["peft"].to_dict() == lora.to_dict()
     loaded = seen["config"].pop("model_init_kwargs")
     assert loaded == {"revision": "main", "trust_remote_code": False, "attn_implementation": "eager"}
