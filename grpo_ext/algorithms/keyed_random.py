@@ -12,7 +12,7 @@ import torch
 TRAIN_STREAM, EVAL_STREAM, ORDER_STREAM, FURTHER_STREAM, DROPOUT_STREAM = 1, 2, 3, 4, 5
 _MASK64 = (1 << 64) - 1
 _BLOCK = 128  # tokens; a divisor of most large vocabularies
-GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def signed(x: int) -> int:
@@ -28,8 +28,8 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
 def mix(key: torch.Tensor, value: torch.Tensor | int) -> torch.Tensor:
     """Fold `value` into 64-bit keys (int64, any shape); wraps around, never overflows."""
     x = (key ^ value) + signed(GOLDEN)
-    x = (x ^ _shift_right(x, 30)) * signed(MIX1)
-    x = (x ^ _shift_right(x, 27)) * signed(MIX2)
+    x = (x ^ _shift_right(x, 30)) * signed(_MIX1)
+    x = (x ^ _shift_right(x, 27)) * signed(_MIX2)
     return x ^ _shift_right(x, 31)
 
 

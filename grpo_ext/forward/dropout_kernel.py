@@ -25,9 +25,9 @@ def _mask(values, keys, output, module, below, channels, scale, BLOCK: tl.conste
     mixed = (mixed ^ (mixed >> 15)) * _SECOND
     places, inside = row * channels + channel, channel < channels
     number = tl.load(values + places, mask=inside, other=0.0)
-    kept = mixed.to(tl.int32, bitcast=True) >= below
+    stays = mixed.to(tl.int32, bitcast=True) >= below
     product = (number.to(tl.float32) * scale).to(number.dtype)
-    tl.store(output + places, tl.where(kept, product, 0.0), mask=inside)
+    tl.store(output + places, tl.where(stays, product, 0.0), mask=inside)
 
 
 def masked(values: torch.Tensor, keys_N: torch.Tensor, module: int, below: int, scale: float) -> torch.Tensor:
