@@ -321,8 +321,9 @@ def simulated_gpu() -> Iterator[Ledger]:
         _ATEN.impl(name, torch.library.fallthrough_kernel, "AutogradPrivateUse1")
     answers: dict[str, Any] = {"current_device": 0, "get_device_name": "simulated", "get_device_capability": (9, 0)}
     answers["mem_get_info"] = (80 * 2**30, 80 * 2**30)  # free, and in all
-    answers |= dict.fromkeys(("_lazy_init", "set_device", "empty_cache", "synchronize", "set_stream"))
-    answers |= {"Stream": mock.Mock(), "current_stream": mock.Mock(), "get_rng_state_all": [torch.get_rng_state()]}
+    answers |= dict.fromkeys(("_lazy_init", "set_device", "set_rng_state", "empty_cache", "synchronize", "set_stream"))
+    answers |= {"get_rng_state": torch.get_rng_state(), "get_rng_state_all": [torch.get_rng_state()]}
+    answers |= {"Stream": mock.Mock(), "current_stream": mock.Mock()}
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=answer))
