@@ -163,7 +163,7 @@ class ForwardRunner:
 
         device = self.accelerator.device
         devices = [] if device.type == "cpu" else [device.index or 0]
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
             names = share(drawing_modules(policy, device, run))
             if names and not any(share([differ(seeded(0), seeded(0), seeded(1))])):
                 self.watches = False
@@ -255,17 +255,19 @@ class ForwardRunner:
                     "tokens between others, which packs cannot; use tool_mask, or sequence_parallel_size=1."
                 )
             self.refuse_other_than_packs(model, form)
-        fixed: dict[str, Any] = {"multiple": self.batching(model, form)[1], "suppressed": self.suppressed}
         device = self.accelerator.device
-        run = functools.partial(run_rows, form, model, rows, device, **fixed, **options)
+        options |= {"multiple": self.batching(model, form)[1], "suppressed": self.suppressed}
+        run = functools.partial(run_rows, form, model, rows, device, **options)
         with self.accelerator.autocast():
+            if not (torch.is_grad_enabled() and self.watches):
+                return run()
             # on the thread that samples ahead users' functions may draw too, on the CPU
-            states = functools.partial(generator_states, device, with_cpu=not self.args.rollout_lag)
+            states = functools.partial(generator_states, device, not self.args.rollout_lag)
             before, output = states(), run()
-            if torch.is_grad_enabled() and self.watches and before != states():
+            if before != states():
                 # where a forward is a collective, others may not run it again
-                alone = not self.collective_forward
-                names = self._noise_in(policy, lambda: run().logps_S) if alone else [type(policy).__name__]
+                named = [type(policy).__name__]
+                names = named if self.collective_forward else self._noise_in(policy, lambda: run().logps_S)
                 refuse_split_dependence([drawn_in(names)] if names else [], allow=False)
         return output
 
