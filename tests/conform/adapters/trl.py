@@ -1,0 +1,92 @@
+"""Stock TRL's GRPO trainer: completions by `rollout_func`, one step of SGD."""
+
+import tempfile
+from collections import Counter
+from importlib.metadata import version
+from typing import Any
+
+import trl
+from datasets import Dataset
+
+from tests.conform.exact import HIGH
+from tests.conform.given import GROUP, MOST, Gradient, Objective, Refused, Row, Split
+from tests.support.tiny import tiny_tokenizer
+
+NAME, VERSION, ENTRY = "TRL", version("trl"), "GRPOTrainer.train"
+STEP = 16  # completions
+
+
+def settings(objective: Objective, split: Split) -> dict[str, Any]:
+    """Those of `trl.GRPOConfig` for an objective."""
+    return {
+        **{"num_generations": GROUP, "max_completion_length": MOST, "loss_type": objective.loss},
+        **{"beta": objective.kl, "entropy_coef": objective.entropy},
+        "epsilon_high": HIGH if objective.loss == "cispo" else 0.2,
+        "importance_sampling_level": "sequence" if objective.sequence else "token",
+        "mask_truncated_completions": objective.without_cut_off,
+        **{"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 1},
+        **{"shuffle_dataset": False, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"},
+        "disable_tqdm": True,
+    }
+
+
+def sizes(split: Split) -> dict[str, int]:
+    steps, left = divmod(STEP, split.micro_batch * split.processes)
+    if left:
+        raise Refused("the step is not divisible by the micro-batch")
+    return {
+        "per_device_train_batch_size": split.micro_batch,
+        "gradient_accumulation_steps": steps,
+        "steps_per_generation": steps // split.rollouts,
+    }
+
+
+def update(base: Any, args: Any, rows: list[Row], policy: Any, reference: Any) -> Gradient:
+    """What a trainer subtracts from the weights of `policy` in a step with these completions."""
+
+    class Given(base):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+            return output
+
+    groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)]
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        seen, found = Counter[str](), []
+        for prompt in prompts:
+            found.append(groups[int(prompt)][seen[prompt] % GROUP])
+            seen[prompt] += 1
+        return {
+            "prompt_ids": [row.prompt_ids for row in found],
+            "completion_ids": [row.ids for row in found],
+            "logprobs": [row.sampler_logps for row in found],
+            "env_mask": [row.trained for row in found],
+        }
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        known = {(str(number), *row.ids): row.reward for number, group in enumerate(groups) for row in group}
+        return [known[prompt, *ids] for prompt, ids in zip(prompts, completion_ids, strict=True)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save_pretrained(folder)  # where TRL loads a reference from
+        policy.config._name_or_path = folder
+        trainer = Given(
+            model=policy,
+            reward_funcs=reward,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(len(groups))]}),
+            processing_class=tiny_tokenizer(),
+            rollout_func=rollout,
+        )
+    if reference is not None:
+        trainer.ref_model.to(policy.dtype).load_state_dict(reference.state_dict())
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    trainer.train()
+    return {name: before[name] - p.detach() for name, p in policy.named_parameters()}
+
+
+def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
+    with tempfile.TemporaryDirectory() as folder:
+        args = trl.GRPOConfig(folder, **settings(objective, split), **sizes(split))
+        return update(trl.GRPOTrainer, args, rows, policy, reference)

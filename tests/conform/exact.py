@@ -1,0 +1,121 @@
+"""The exact loss of a step, by one loop over its tokens, from the papers; its gradient is what trainers are compared with.
+
+No padding, no batches, no packs, no masks: each completion runs alone, and each token adds one term.
+
+| loss | paper |
+|---|---|
+| grpo | DeepSeekMath, arXiv 2402.03300, equation 3 |
+| bnpo | the same terms over the number of tokens; TRL's name |
+| dr_grpo | Understanding R1-Zero-Like Training, arXiv 2503.20783 |
+| dapo | DAPO, arXiv 2503.14476, equation 8 |
+| cispo | MiniMax-M1, arXiv 2506.13585, equation 4; only the upper bound, as in section 3.2 |
+| sapo | Soft Adaptive Policy Optimization, arXiv 2511.20347 |
+| gspo | Group Sequence Policy Optimization, arXiv 2507.18071, equation 5 |
+| luspo | Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261 |
+| vespo | Variational Sequence-Level Soft Policy Optimization, arXiv 2602.10693 |
+| KL | k3 of Schulman, times the ratio as in DeepSeek-V3.2, arXiv 2512.02556 |
+| load balance | Switch Transformers, arXiv 2101.03961, equation 4 |
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.conform.given import GROUP, MOST, Objective, Row, scores
+
+LOW, HIGH = 0.8, 1.2  # bounds of the ratio
+TEMPERATURES = 1.0, 1.05  # SAPO's, for advantages above 0 and others
+GAMMAS = (2.0, 3.0), (3.0, 2.0)  # VESPO's k and lambda, for advantages from 0 and below
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Where trainers differ by definition, not by error."""
+
+    sample_deviation: bool = True  # of rewards: over n - 1, not n
+    epsilon: float = 1e-4  # added to the deviation
+    leave_one_out: bool = False  # the baseline is the mean of the other rewards; no deviation
+
+
+def advantages(rows: Sequence[Row], definition: Definition = Definition()) -> list[float]:
+    found = []
+    for start in range(0, len(rows), GROUP):
+        rewards = [row.reward for row in rows[start : start + GROUP]]
+        mean = sum(rewards) / GROUP
+        deviation = (sum((reward - mean) ** 2 for reward in rewards) / (GROUP - definition.sample_deviation)) ** 0.5
+        for reward in rewards:
+            if definition.leave_one_out:
+                found.append(reward - (sum(rewards) - reward) / (GROUP - 1))
+            else:
+                found.append((reward - mean) / (deviation + definition.epsilon))
+    return found
+
+
+def term(loss: str, ratio: Any, logp: Any, advantage: float, log_ratio_of_all: Any) -> Any:
+    """What a token adds to the objective, which is maximised."""
+    if loss == "cispo":
+        return ratio.detach().clamp(max=HIGH) * advantage * logp
+    if loss == "sapo":
+        temperature = TEMPERATURES[advantage <= 0]
+        return torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
+    if loss == "vespo":
+        k, rate = GAMMAS[advantage < 0]
+        weight = torch.exp(rate + k * log_ratio_of_all - rate * torch.exp(log_ratio_of_all)).detach()
+        return weight * advantage * logp
+    return torch.minimum(ratio * advantage, ratio.clamp(LOW, HIGH) * advantage)
+
+
+def loss(
+    objective: Objective,
+    rows: Sequence[Row],
+    policy: Any,
+    reference: Any = None,
+    definition: Definition = Definition(),
+) -> torch.Tensor:
+    """The loss of a step, whose gradient the update follows."""
+    of_rows, tokens, entropy, routers = [], 0, torch.zeros(()), []
+    for row, advantage in zip(rows, advantages(rows, definition), strict=True):
+        logps_TV = scores(policy, row)
+        logps = [logps_TV[place, word] for place, word in enumerate(row.ids)]
+        counted = [place for place in range(len(row.ids)) if row.trained[place]]
+        if objective.without_cut_off and row.cut_off:
+            counted = []
+        log_ratios = {place: logps[place] - row.sampler_logps[place] for place in counted}
+        of_all = sum(log_ratios.values(), torch.zeros(()))
+        of_row = torch.zeros(())
+        for place in counted:
+            log_ratio = of_all / len(counted) if objective.sequence else log_ratios[place]
+            of_row = of_row + term(objective.loss, log_ratio.exp(), logps[place], advantage, of_all.detach())
+            if objective.kl:
+                with torch.no_grad():
+                    theirs = scores(reference, row)[place, row.ids[place]]
+                k3 = (theirs - logps[place]).exp() - (theirs - logps[place]) - 1
+                of_row = of_row - objective.kl * k3 * log_ratios[place].exp()
+            entropy = entropy - (logps_TV[place].exp() * logps_TV[place]).sum()
+        if objective.loss in ("grpo", "sapo"):
+            of_row = of_row / max(len(counted), 1)
+        of_rows.append(of_row)
+        tokens += len(counted)
+    over = {"grpo": len(rows), "sapo": len(rows), "luspo": len(rows), "dr_grpo": len(rows) * MOST}
+    total = -sum(of_rows, torch.zeros(())) / over.get(objective.loss, tokens)
+    total = total - objective.entropy * entropy / tokens
+    return total + objective.router * load_balance(rows, policy) if objective.router else total
+
+
+def load_balance(rows: Sequence[Row], policy: Any) -> torch.Tensor:
+    """Experts times the sum, over experts, of the share of choices and the mean probability, over all tokens."""
+    chosen, probabilities = [], []
+    for row in rows:
+        ids = torch.tensor([row.prompt_ids + row.ids])
+        for logits_TE in policy(input_ids=ids, output_router_logits=True).router_logits:
+            for token in logits_TE.softmax(-1):
+                probabilities.append(token)
+                chosen += token.topk(policy.config.num_experts_per_tok).indices.tolist()
+    experts = range(policy.config.num_experts)
+    shares = torch.tensor([chosen.count(expert) / len(probabilities) for expert in experts])
+    return len(experts) * (shares * torch.stack(probabilities).mean(0)).sum()
+
+
+Loss = Callable[..., torch.Tensor]

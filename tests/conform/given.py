@@ -1,0 +1,165 @@
+"""The rollouts that every trainer gets, and the models whose gradient is compared.
+
+`rollouts.json` has 16 completions of 4 prompts, ragged: a group whose rewards are equal, a group with tokens of a tool,
+a completion that was cut off. `python -m tests.conform.given` writes it again.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+FILE = Path(__file__).with_name("rollouts.json")
+GROUP, MOST = 4, 12  # completions of a prompt; tokens of a completion (`max_completion_length`)
+PAD, END, WORDS = 0, 1, 40
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": PAD, "eos_token_id": END},
+    **{"bos_token_id": None, "tie_word_embeddings": False},
+}
+EXPERTS = {
+    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4},
+    **{"num_experts_per_tok": 2, "output_router_logits": True},
+}
+Gradient = dict[str, torch.Tensor]
+
+
+class Refused(Exception):
+    """A trainer does not accept a split; the message says why, in a clause."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion."""
+
+    prompt_ids: list[int]
+    ids: list[int]
+    trained: list[int]  # 1: sampled by the policy, 0: written by a tool
+    sampler_logps: list[float]  # log-probabilities when the tokens were sampled; a tool's are 0
+    reward: float
+
+    @property
+    def cut_off(self) -> bool:
+        return self.ids[-1] != END
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is optimised, in TRL's terms; its settings are TRL's defaults but for these."""
+
+    name: str
+    loss: str  # `loss_type`
+    sequence: bool = False  # `importance_sampling_level="sequence"`
+    without_cut_off: bool = False  # `mask_truncated_completions`
+    kl: float = 0.0  # `beta`, to a reference model
+    entropy: float = 0.0  # `entropy_coef`
+    router: float = 0.0  # `router_aux_loss_coef`, of a MoE model
+
+
+OBJECTIVES = {
+    objective.name: objective
+    for objective in (
+        *(Objective(loss, loss) for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")),
+        Objective("luspo", "luspo", sequence=True),
+        Objective("gspo", "grpo", sequence=True),
+        Objective("dapo, without what was cut off", "dapo", without_cut_off=True),
+        Objective("grpo, without what was cut off", "grpo", without_cut_off=True),
+        Objective("grpo, KL", "grpo", kl=0.5),
+        Objective("dapo, KL", "dapo", kl=0.5),
+        Objective("dapo, entropy", "dapo", entropy=0.5),
+        Objective("dapo, load balance", "dapo", router=5.0),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How the 16 completions of a step are divided."""
+
+    micro_batch: int  # completions in a forward
+    processes: int = 1
+    rollouts: int = 1  # parts in which a step's completions are sampled
+
+    @property
+    def name(self) -> str:
+        parts = "" if self.rollouts == 1 else f", {self.rollouts} rollouts"
+        return f"{self.processes} x {self.micro_batch}{parts}"
+
+
+SPLITS = (Split(16), Split(5), Split(1), Split(4, rollouts=2), Split(8, 2), Split(2, 2))
+
+
+def read() -> list[Row]:
+    return [Row(**row) for row in json.loads(FILE.read_text())]
+
+
+def model(objective: Objective, dtype: torch.dtype, seed: int = 0) -> Any:
+    """The policy; with another seed the reference. Weights do not depend on torch's version."""
+    kind, more = ("qwen2_moe", EXPERTS) if objective.router else ("qwen2", {})
+    config = AutoConfig.for_model(kind, **SIZES, **more, router_aux_loss_coef=objective.router)
+    made, numbers = AutoModelForCausalLM.from_config(config), np.random.default_rng(seed)
+    for name, parameter in made.named_parameters():
+        weight = numbers.normal(float("norm" in name), 0.3, tuple(parameter.shape))
+        parameter.data = torch.from_numpy(weight.astype(np.float32)).to(dtype)
+    if objective.router:
+        made.set_experts_implementation("eager")  # grouped products have no float64
+    return made.eval()
+
+
+def log_probs(policy: Any, row: Row) -> torch.Tensor:
+    """Log-probabilities of a completion's tokens, (T,), from a forward of this row alone."""
+    return scores(policy, row).gather(1, torch.tensor(row.ids)[:, None])[:, 0]
+
+
+def scores(policy: Any, row: Row, **options: Any) -> torch.Tensor:
+    """Log-probabilities of all words at each token of a completion, (T, V)."""
+    logits = policy(input_ids=torch.tensor([row.prompt_ids + row.ids]), **options).logits[0]
+    return logits[len(row.prompt_ids) - 1 : -1].log_softmax(-1)
+
+
+def gradient_of(policy: Any, *losses: Callable[[], torch.Tensor]) -> Gradient:
+    """The gradient of the sum of losses, one backward pass after the other."""
+    policy.zero_grad()
+    for loss in losses:
+        loss().backward()
+    return {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def padded(rows: Sequence[Sequence[float]], width: int = MOST, **options: Any) -> torch.Tensor:
+    """Numbers of rows as a tensor (B, width) with zeros on the right."""
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], **options)
+
+
+def write() -> None:
+    numbers = np.random.default_rng(7)
+    rewards = [[1.0, 0.0, 0.0, 0.25], [0.5] * GROUP, [0.0, 1.0, 1.0, 0.0], [1.0, 0.75, 0.0, 0.0]]
+    rows = []
+    for group, of_group in enumerate(rewards):
+        prompt = numbers.integers(3, WORDS, size=3 + group).tolist()
+        for member, reward in enumerate(of_group):
+            length = MOST if (group, member) == (3, 1) else int(numbers.integers(2, MOST))
+            ids = numbers.integers(3, WORDS, size=length).tolist()
+            if (group, member) != (3, 1):
+                ids[-1] = END
+            tool = range(length // 3, length // 3 + 3) if group == 2 and length > 5 else ()
+            trained = [int(place not in tool) for place in range(length)]
+            rows.append(Row(prompt, ids, trained, [], reward))
+    policy = model(OBJECTIVES["grpo"], torch.float32)
+    for number, row in enumerate(rows):
+        noise = numbers.normal(0.0, 0.25, len(row.ids))
+        found = log_probs(policy, row).tolist()
+        logps = [round(a + b, 6) if own else 0.0 for a, b, own in zip(found, noise, row.trained, strict=True)]
+        rows[number] = dataclasses.replace(row, sampler_logps=logps)
+    lines = ",\n".join(json.dumps(dataclasses.asdict(row)) for row in rows)
+    FILE.write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,79 @@
+"""Runs an adapter in its environment and writes how far its updates are from the exact one, as JSON lines.
+
+    python -m tests.conform.worker ADAPTER FILE [OBJECTIVE ...]
+
+As one process all splits of one process, as several (torchrun) those of as many.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conform import exact, given
+
+
+def load(path: str) -> Any:
+    """An adapter, with the defaults of what it leaves out."""
+    spec = importlib.util.spec_from_file_location(f"adapter_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None
+    adapter = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(adapter)
+    for name, default in {
+        "OBJECTIVES": tuple(given.OBJECTIVES),
+        "DEFINITION": exact.Definition(),
+        "SPLITS": given.SPLITS,
+    }.items():
+        vars(adapter).setdefault(name, default)
+    return adapter
+
+
+def error(found: given.Gradient, wanted: given.Gradient) -> float:
+    """norm(found - wanted) / norm(wanted), over all parameters, in float64."""
+    names = wanted.keys() | found.keys()
+
+    def of(gradient: given.Gradient, name: str) -> torch.Tensor:
+        return gradient[name].detach().double() if name in gradient else torch.zeros(())
+
+    over = sum(float(of(wanted, name).square().sum()) for name in names)
+    return (sum(float((of(found, name) - of(wanted, name)).square().sum()) for name in names) / over) ** 0.5
+
+
+def cell(adapter: Any, objective: given.Objective, split: given.Split, dtype: torch.dtype) -> dict[str, Any]:
+    """The error of an update; or why the trainer refused it, or why it ended."""
+    rows, policy = given.read(), given.model(objective, dtype)
+    reference = given.model(objective, dtype, seed=1) if objective.kl else None
+    double, other = given.model(objective, torch.float64), given.model(objective, torch.float64, seed=1)
+    wanted = given.gradient_of(double, lambda: exact.loss(objective, rows, double, other, adapter.DEFINITION))
+    try:
+        return {"error": error(adapter.gradient(objective, split, rows, policy, reference), wanted)}
+    except given.Refused as reason:
+        return {"refused": str(reason)}
+    except Exception as failure:
+        traceback.print_exc()
+        return {"failed": f"{type(failure).__name__}: {failure}".splitlines()[0][:200]}
+
+
+def main(path: str, file: str, *objectives: str) -> None:
+    adapter, processes = load(path), int(os.environ.get("WORLD_SIZE", "1"))
+    cells = []
+    for name in objectives or adapter.OBJECTIVES:
+        for split in adapter.SPLITS:
+            for dtype in (torch.float64, torch.float32):
+                if split.processes == processes:
+                    with contextlib.redirect_stdout(sys.stderr):
+                        found = cell(adapter, given.OBJECTIVES[name], split, dtype)
+                    cells.append({"objective": name, "split": split.name, "dtype": str(dtype)[6:], **found})
+    if os.environ.get("RANK", "0") == "0":
+        about = {name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY")}
+        Path(file).write_text(json.dumps({**about, "cells": cells}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
