@@ -1,4 +1,4 @@
-"""The exact loss of a step, by one loop over its tokens, from the papers; its gradient is what trainers are compared with.
+"""The exact loss of a step, by one loop over its tokens, from the papers; trainers are compared with its gradient.
 
 No padding, no batches, no packs, no masks: each completion runs alone, and each token adds one term.
 
@@ -11,13 +11,14 @@ No padding, no batches, no packs, no masks: each completion runs alone, and each
 | cispo | MiniMax-M1, arXiv 2506.13585, equation 4; only the upper bound, as in section 3.2 |
 | sapo | Soft Adaptive Policy Optimization, arXiv 2511.20347 |
 | gspo | Group Sequence Policy Optimization, arXiv 2507.18071, equation 5 |
+| rloo | Back to Basics, arXiv 2402.14740, equation 8, with the clipped ratio of completions of TRL's RLOOTrainer |
 | luspo | Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261 |
 | vespo | Variational Sequence-Level Soft Policy Optimization, arXiv 2602.10693 |
 | KL | k3 of Schulman, times the ratio as in DeepSeek-V3.2, arXiv 2512.02556 |
 | load balance | Switch Transformers, arXiv 2101.03961, equation 4 |
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +37,17 @@ class Definition:
 
     sample_deviation: bool = True  # of rewards: over n - 1, not n
     epsilon: float = 1e-4  # added to the deviation
-    leave_one_out: bool = False  # the baseline is the mean of the other rewards; no deviation
+    trains_tools: bool = False  # has no mask for what tools write, so these tokens are trained
 
 
-def advantages(rows: Sequence[Row], definition: Definition = Definition()) -> list[float]:
+def advantages(rows: Sequence[Row], definition: Definition, leave_one_out: bool = False) -> list[float]:
     found = []
     for start in range(0, len(rows), GROUP):
         rewards = [row.reward for row in rows[start : start + GROUP]]
         mean = sum(rewards) / GROUP
         deviation = (sum((reward - mean) ** 2 for reward in rewards) / (GROUP - definition.sample_deviation)) ** 0.5
         for reward in rewards:
-            if definition.leave_one_out:
+            if leave_one_out:
                 found.append(reward - (sum(rewards) - reward) / (GROUP - 1))
             else:
                 found.append((reward - mean) / (deviation + definition.epsilon))
@@ -75,17 +76,17 @@ def loss(
     definition: Definition = Definition(),
 ) -> torch.Tensor:
     """The loss of a step, whose gradient the update follows."""
-    of_rows, tokens, entropy, routers = [], 0, torch.zeros(()), []
-    for row, advantage in zip(rows, advantages(rows, definition), strict=True):
+    of_rows, tokens, entropy = [], 0, torch.zeros(())
+    for row, advantage in zip(rows, advantages(rows, definition, objective.loss == "rloo"), strict=True):
         logps_TV = scores(policy, row)
         logps = [logps_TV[place, word] for place, word in enumerate(row.ids)]
-        counted = [place for place in range(len(row.ids)) if row.trained[place]]
+        counted = [place for place in range(len(row.ids)) if row.trained[place] or definition.trains_tools]
         if objective.without_cut_off and row.cut_off:
             counted = []
         log_ratios = {place: logps[place] - row.sampler_logps[place] for place in counted}
         of_all = sum(log_ratios.values(), torch.zeros(()))
-        of_row = torch.zeros(())
-        for place in counted:
+        of_row = term("rloo", of_all.exp(), None, advantage, None) if objective.loss == "rloo" else torch.zeros(())
+        for place in counted if objective.loss != "rloo" else ():
             log_ratio = of_all / len(counted) if objective.sequence else log_ratios[place]
             of_row = of_row + term(objective.loss, log_ratio.exp(), logps[place], advantage, of_all.detach())
             if objective.kl:
@@ -98,7 +99,7 @@ def loss(
             of_row = of_row / max(len(counted), 1)
         of_rows.append(of_row)
         tokens += len(counted)
-    over = {"grpo": len(rows), "sapo": len(rows), "luspo": len(rows), "dr_grpo": len(rows) * MOST}
+    over = {"grpo": len(rows), "sapo": len(rows), "luspo": len(rows), "rloo": len(rows), "dr_grpo": len(rows) * MOST}
     total = -sum(of_rows, torch.zeros(())) / over.get(objective.loss, tokens)
     total = total - objective.entropy * entropy / tokens
     return total + objective.router * load_balance(rows, policy) if objective.router else total
@@ -116,6 +117,3 @@ def load_balance(rows: Sequence[Row], policy: Any) -> torch.Tensor:
     experts = range(policy.config.num_experts)
     shares = torch.tensor([chosen.count(expert) / len(probabilities) for expert in experts])
     return len(experts) * (shares * torch.stack(probabilities).mean(0)).sum()
-
-
-Loss = Callable[..., torch.Tensor]

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-
 FILE = Path(__file__).with_name("rollouts.json")
 GROUP, MOST = 4, 12  # completions of a prompt; tokens of a completion (`max_completion_length`)
 PAD, END, WORDS = 0, 1, 40
@@ -42,7 +41,7 @@ class Row:
     prompt_ids: list[int]
     ids: list[int]
     trained: list[int]  # 1: sampled by the policy, 0: written by a tool
-    sampler_logps: list[float]  # log-probabilities when the tokens were sampled; a tool's are 0
+    sampler_logps: list[float]  # log-probabilities when the tokens were sampled
     reward: float
 
     @property
@@ -68,6 +67,7 @@ OBJECTIVES = {
     for objective in (
         *(Objective(loss, loss) for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")),
         Objective("luspo", "luspo", sequence=True),
+        Objective("rloo", "rloo"),
         Objective("gspo", "grpo", sequence=True),
         Objective("dapo, without what was cut off", "dapo", without_cut_off=True),
         Objective("grpo, without what was cut off", "grpo", without_cut_off=True),
@@ -155,7 +155,7 @@ def write() -> None:
     for number, row in enumerate(rows):
         noise = numbers.normal(0.0, 0.25, len(row.ids))
         found = log_probs(policy, row).tolist()
-        logps = [round(a + b, 6) if own else 0.0 for a, b, own in zip(found, noise, row.trained, strict=True)]
+        logps = [round(a + b, 6) for a, b in zip(found, noise, strict=True)]
         rows[number] = dataclasses.replace(row, sampler_logps=logps)
     lines = ",\n".join(json.dumps(dataclasses.asdict(row)) for row in rows)
     FILE.write_text(f"[\n{lines}\n]\n")

@@ -6,32 +6,38 @@ As one process all splits of one process, as several (torchrun) those of as many
 """
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.conform import exact, given
 
+DEFAULTS: dict[str, Any] = {
+    "OBJECTIVES": tuple(name for name in given.OBJECTIVES if name != "rloo"),
+    "DEFINITION": exact.Definition(),
+    "SPLITS": given.SPLITS,
+    "IN_ONE_PROCESS": False,  # whether it computes what several processes do
+    "REQUIRES": (),  # what `pip install --no-deps` brings
+    "REASONS": {},  # why an objective is wrong: a clause and the public issue
+}
+
 
 def load(path: str) -> Any:
     """An adapter, with the defaults of what it leaves out."""
     spec = importlib.util.spec_from_file_location(f"adapter_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     adapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(adapter)
-    for name, default in {
-        "OBJECTIVES": tuple(given.OBJECTIVES),
-        "DEFINITION": exact.Definition(),
-        "SPLITS": given.SPLITS,
-    }.items():
-        vars(adapter).setdefault(name, default)
-    return adapter
+    return SimpleNamespace(**{**DEFAULTS, **vars(adapter)})
 
 
 def error(found: given.Gradient, wanted: given.Gradient) -> float:
@@ -45,14 +51,12 @@ def error(found: given.Gradient, wanted: given.Gradient) -> float:
     return (sum(float((of(found, name) - of(wanted, name)).square().sum()) for name in names) / over) ** 0.5
 
 
-def cell(adapter: Any, objective: given.Objective, split: given.Split, dtype: torch.dtype) -> dict[str, Any]:
+def cell(adapter: Any, objective: given.Objective, split: given.Split, wanted: given.Gradient, dtype: Any) -> Any:
     """The error of an update; or why the trainer refused it, or why it ended."""
-    rows, policy = given.read(), given.model(objective, dtype)
+    policy = given.model(objective, dtype)
     reference = given.model(objective, dtype, seed=1) if objective.kl else None
-    double, other = given.model(objective, torch.float64), given.model(objective, torch.float64, seed=1)
-    wanted = given.gradient_of(double, lambda: exact.loss(objective, rows, double, other, adapter.DEFINITION))
     try:
-        return {"error": error(adapter.gradient(objective, split, rows, policy, reference), wanted)}
+        return {"error": error(adapter.gradient(objective, split, given.read(), policy, reference), wanted)}
     except given.Refused as reason:
         return {"refused": str(reason)}
     except Exception as failure:
@@ -62,14 +66,18 @@ def cell(adapter: Any, objective: given.Objective, split: given.Split, dtype: to
 
 def main(path: str, file: str, *objectives: str) -> None:
     adapter, processes = load(path), int(os.environ.get("WORLD_SIZE", "1"))
+    splits = [split for split in adapter.SPLITS if split.processes == processes or adapter.IN_ONE_PROCESS]
     cells = []
     for name in objectives or adapter.OBJECTIVES:
-        for split in adapter.SPLITS:
+        objective = given.OBJECTIVES[name]
+        policy, reference = (given.model(objective, torch.float64, seed) for seed in (0, 1))
+        loss = functools.partial(exact.loss, objective, given.read(), policy, reference, adapter.DEFINITION)
+        wanted = given.gradient_of(policy, loss)
+        for split in splits:
             for dtype in (torch.float64, torch.float32):
-                if split.processes == processes:
-                    with contextlib.redirect_stdout(sys.stderr):
-                        found = cell(adapter, given.OBJECTIVES[name], split, dtype)
-                    cells.append({"objective": name, "split": split.name, "dtype": str(dtype)[6:], **found})
+                with contextlib.redirect_stdout(sys.stderr):
+                    found = cell(adapter, objective, split, wanted, dtype)
+                cells.append({"objective": name, "split": split.name, "dtype": str(dtype)[6:], **found})
     if os.environ.get("RANK", "0") == "0":
         about = {name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY")}
         Path(file).write_text(json.dumps({**about, "cells": cells}))

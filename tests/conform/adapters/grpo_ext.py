@@ -19,4 +19,4 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
             per_device_train_batch_size=split.micro_batch,
             global_batch_size=trl.STEP,
         )
-        return trl.update(grpo_ext.GRPOTrainer, args, rows, policy, reference)
+        return trl.update(trl.with_old_logps(grpo_ext.GRPOTrainer), args, rows, policy, reference)

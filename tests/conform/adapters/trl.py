@@ -41,14 +41,20 @@ def sizes(split: Split) -> dict[str, int]:
     }
 
 
-def update(base: Any, args: Any, rows: list[Row], policy: Any, reference: Any) -> Gradient:
-    """What a trainer subtracts from the weights of `policy` in a step with these completions."""
+def with_old_logps(base: Any) -> Any:
+    """A trainer that takes the sampler's log-probabilities for those of the policy that sampled."""
 
     class Given(base):  # type: ignore[misc]
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             output = super()._generate_and_score_completions(inputs)
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
             return output
+
+    return Given
+
+
+def update(trainer_class: Any, args: Any, rows: list[Row], policy: Any, reference: Any) -> Gradient:
+    """What a trainer subtracts from the weights of `policy` in a step with these completions."""
 
     groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)]
 
@@ -71,7 +77,7 @@ def update(base: Any, args: Any, rows: list[Row], policy: Any, reference: Any) -
     with tempfile.TemporaryDirectory() as folder:
         policy.save_pretrained(folder)  # where TRL loads a reference from
         policy.config._name_or_path = folder
-        trainer = Given(
+        trainer = trainer_class(
             model=policy,
             reward_funcs=reward,
             args=args,
@@ -89,4 +95,4 @@ def update(base: Any, args: Any, rows: list[Row], policy: Any, reference: Any) -
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
     with tempfile.TemporaryDirectory() as folder:
         args = trl.GRPOConfig(folder, **settings(objective, split), **sizes(split))
-        return update(trl.GRPOTrainer, args, rows, policy, reference)
+        return update(with_old_logps(trl.GRPOTrainer), args, rows, policy, reference)
