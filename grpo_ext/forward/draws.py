@@ -22,9 +22,9 @@ def generator_states(device: torch.device, with_cpu: bool = True) -> list[bytes]
 def drawn_in(names: Sequence[str]) -> str:
     """The reason against modules that draw, as a sentence."""
     return (
-        f"a training forward draws random numbers for its batch in {', '.join(names[:3])}; set that rate of dropout or "
-        "noise to 0 in the model's configuration (that of attention is attention_dropout, attn_pdrop in GPT-2), or "
-        "use disable_dropout=True"
+        f"a training forward draws random numbers for its batch in {', '.join(names[:3])}; set that rate to 0 "
+        "(model_init_kwargs={'attention_dropout': 0.0}; attn_pdrop in GPT-2), or all rates, LoRA's too, by "
+        "disable_dropout=True; a rate that is written in the model's code has to be changed there"
     )
 
 

@@ -12,13 +12,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import nn
 
 from ..algorithms.digests import digest
 from ..algorithms.keyed_random import signed
-from ..errors import SplitDependentError
+from ..errors import refuse_split_dependence
 from ..runtime.attributes import assigned, replace_forward
 from .carried import Carried, carried_now
+
+logger = get_logger(__name__)
 
 # 32-bit mixing, "lowbias32" of C. Wellons, github.com/skeeto/hash-prospector; written as int32
 CHANNEL, FIRST, SECOND = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
@@ -95,17 +98,19 @@ def _drop(name: str, strict: bool, below: Callable[..., Any], module: Any, input
         return input
     # an input is (B, L, C) or (B * L, C)
     if keys_BL is None or input.shape[:-1] not in (keys_BL.shape, keys_BL.flatten().shape):
-        if not strict:
-            return below(module, input)
         why = (
-            "runs outside of a micro-batch's forward, so its mask belongs to no completion; run what computes no loss "
-            "in torch.no_grad(), let an override pass on all rows in their order with their masks, and under FSDP use "
-            "gradient_checkpointing=True instead of activation_checkpointing"
+            "runs on rows that are not those of a micro-batch, so its mask belongs to no completion; let a loss pass "
+            "on all rows in their order (with an advantage of 0 a row has no effect), run what computes no loss in "
+            "torch.no_grad(), and under FSDP use gradient_checkpointing=True instead of activation_checkpointing"
         )
         if keys_BL is not None:
             why = f"gets an input {tuple(input.shape)} without an axis of the forward's tokens, to which masks belong"
-        remedy = "or use disable_dropout=True, or a rate of 0 (lora_dropout in LoRA)"
-        raise SplitDependentError(f"{name} (p={module.p:g}) {why}; {remedy}.")
+        reason = f"{name} (p={module.p:g}) {why}; a rate of 0, or disable_dropout=True for all rates, avoids this"
+        refuse_split_dependence([reason], allow=not strict)
+        logger.warning_once(
+            "Not every mask of dropout belongs to a token: allow_split_dependent=True leaves these to torch."
+        )
+        return below(module, input)
     call = carried.calls.get(name, 0)
     carried.calls[name] = call + 1
     keys_N = keys_BL.flatten().to(input.device)

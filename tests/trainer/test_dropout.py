@@ -228,14 +228,18 @@ def test_noise_that_begins_later_ends_the_run_before_an_update(tmp_path):
     assert trainer.state.global_step == 1
 
 
-def test_a_users_own_forward_has_no_tokens_to_follow(tmp_path):
+def test_a_users_own_forward_has_no_tokens_to_follow(tmp_path, caplog):
     class Own(GRPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             extra = model(inputs["completion_ids"]).logits.mean()
             return super().compute_loss(model, inputs, *args, **kwargs) + 0.1 * extra
 
-    with pytest.raises(SplitDependentError, match=r"lora_dropout.default \(p=0.1\) runs outside of a micro-batch's"):
+    with pytest.raises(
+        SplitDependentError, match=r"lora_dropout.default \(p=0.1\) runs on rows that are not those of a micro-batch"
+    ):
         make(tmp_path, cls=Own, forward="padded", **lora()).train()
+    ran(make(tmp_path / "allowed", cls=Own, forward="padded", max_steps=1, allow_split_dependent=True, **lora()))
+    assert caplog.text.count("Not every mask of dropout belongs to a token") == 1
     ran(make(tmp_path / "plain", cls=Own, forward="padded", max_steps=1, **lora(lora_dropout=0.0)))
 
 
