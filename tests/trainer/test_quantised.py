@@ -86,6 +86,16 @@ def test_the_update_does_not_depend_on_the_split(tmp_path, base, monkeypatch):
     assert UPDATE < error(of(16), of(5)) <= UPDATE_BFLOAT16 / 2
 
 
+def test_dropout_over_weights_in_4_bits_does_not_depend_on_the_split(tmp_path, base):
+    def of(size: int, rate: float = 0.1) -> torch.Tensor:
+        adapter = lora(lora_dropout=rate)
+        return update(tmp_path, base, quantise=BITS[4], adapter=adapter, per_device_train_batch_size=size, max_steps=2)
+
+    whole = of(16)
+    assert error(whole, of(5)) <= UPDATE
+    assert error(whole, of(16, rate=0.0)) > DIFFERENT
+
+
 def test_the_reference_is_the_policy_at_its_start(tmp_path, base):
     """An adapter that does not start at zero is copied, in 4 bits alone; sampled ahead too."""
     start: dict[str, Any] = {"beta": 0.1, "max_steps": 3, "adapter": lora(init_lora_weights=False)}

@@ -12,6 +12,7 @@ from grpo_ext.errors import ConfigError, RolloutError
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, SAVE, change, error, log_of, make, ran
+from tests.tolerances import DIFFERENT, UPDATE
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "learning_rate": 1e-2, "top_k": 0}
 
@@ -115,6 +116,19 @@ def test_a_server_with_other_weights_ends_the_run_in_its_first_rollout_batch(tmp
         trainer.train()
     assert trainer.state.global_step == 0
     make(tmp_path / "off", **settings, vllm_check=False).train()
+
+
+def test_dropout_does_not_depend_on_the_split_where_ratios_are_corrected(tmp_path, serving):
+    """The sampler, and the log-probabilities that it is compared with, have no masks."""
+
+    def of(size: int, rate: float = 0.1) -> torch.Tensor:
+        torch.manual_seed(0)  # of the adapter's start
+        adapter = LoraConfig(**LORA, lora_dropout=rate, init_lora_weights=False)
+        return change(make(tmp_path, peft_config=adapter, per_device_train_batch_size=size, max_steps=2, **SERVER))
+
+    whole = of(16)
+    assert error(whole, of(3)) <= UPDATE
+    assert error(whole, of(16, rate=0.0)) > DIFFERENT
 
 
 def test_weights_that_stop_arriving_end_the_run(tmp_path, server):
