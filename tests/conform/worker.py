@@ -26,7 +26,7 @@ DEFAULTS: dict[str, Any] = {
     "SPLITS": given.SPLITS,
     "IN_ONE_PROCESS": False,  # whether it computes what several processes do
     "REQUIRES": (),  # what `pip install --no-deps` brings
-    "REASONS": {},  # why an objective is wrong: a clause and the public issue
+    "REASONS": {},  # why an objective, or "objective split", is wrong: a clause and the public issue
 }
 
 
@@ -79,7 +79,7 @@ def main(path: str, file: str, *objectives: str) -> None:
                     found = cell(adapter, objective, split, wanted, dtype)
                 cells.append({"objective": name, "split": split.name, "dtype": str(dtype)[6:], **found})
     if os.environ.get("RANK", "0") == "0":
-        about = {name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY")}
+        about = {name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY", "REASONS")}
         Path(file).write_text(json.dumps({**about, "cells": cells}))
 
 

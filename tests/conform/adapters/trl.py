@@ -13,6 +13,19 @@ from tests.conform.given import GROUP, MOST, Gradient, Objective, Refused, Row, 
 from tests.support.tiny import tiny_tokenizer
 
 NAME, VERSION, ENTRY = "TRL", version("trl"), "GRPOTrainer.train"
+_WINDOWS = "the mean of the token means of the two rollouts, not that of the step; trl#6024 scales them alike"
+REASONS = {
+    "bnpo": "the mean over the tokens of each micro-batch, as TRL documents it; trl#3231",
+    "dapo, entropy": "the entropy is a mean over the tokens of each micro-batch",
+    "dapo, load balance": "the loss of each micro-batch, as in transformers, not of the step; arXiv 2501.11873",
+    **{
+        f"{name} 1 x 4, 2 rollouts": _WINDOWS
+        for name in (
+            *("dapo", "cispo", "vespo", "dapo, KL", "dapo, entropy", "dapo, load balance"),
+            "dapo, without what was cut off",
+        )
+    },
+}
 STEP = 16  # completions
 
 

@@ -19,7 +19,7 @@ NAME, VERSION = "TRL, asynchronous", grpo.VERSION
 ENTRY = "AsyncGRPOTrainer.compute_loss, FixedCountBatcher, DataCollatorForRollout"
 OBJECTIVES, IN_ONE_PROCESS = ("dapo",), True
 SPLITS = tuple(split for split in SPLITS if split.rollouts == 1)
-REASONS = {"dapo": "divides by the tokens of each micro-batch; trl#7206"}
+REASONS = {"dapo": "divides by the tokens of each micro-batch, then by their number; trl#7206"}
 
 
 def sample(row: Row, number: int, advantage: float) -> dict[str, Any]:

@@ -1,0 +1,101 @@
+"""Compares the update of GRPO trainers, from the same completions, with the exact one.
+
+    python -m tests.conform [ADAPTER ...]
+
+Without adapters all of tests/conform/adapters run, and docs/conform.md and its figure are written; with adapters the
+table is printed. What an adapter requires is installed into .conform/, without its dependencies.
+"""
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.conform.table import page, table
+from tests.support.launch import environment
+
+ROOT = Path(__file__).parents[2]
+ADAPTERS = ROOT / "tests" / "conform" / "adapters"
+INSTALLED, PAGE = ROOT / ".conform", ROOT / "docs" / "conform.md"
+ALL = ("grpo_ext", "trl", "trl_1_15", "trl_rloo", "trl_async", "verl", "openrlhf", "slime", "prime_rl", "unsloth")
+
+
+def constant(adapter: Path, name: str, default: Any) -> Any:
+    """A constant of an adapter's file, read without running it: what it imports may not be installed."""
+    for node in ast.parse(adapter.read_text()).body:
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", None) == name for target in node.targets):
+            return ast.literal_eval(node.value)
+    return default
+
+
+def install(adapter: Path) -> str:
+    """The path of what an adapter requires; empty if it requires nothing."""
+    requires = constant(adapter, "REQUIRES", ())
+    if not requires:
+        return ""
+    folder, mark = INSTALLED / adapter.stem, INSTALLED / adapter.stem / "REQUIRES"
+    if not mark.exists() or mark.read_text() != str(requires):
+        print(f"Installing {', '.join(requires)} ...", file=sys.stderr)
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(folder)]
+        subprocess.run([*command, *requires], check=True)
+        mark.write_text(str(requires))
+    return str(folder)
+
+
+def run(adapter: Path, processes: int, path: str, objectives: Sequence[str]) -> dict[str, Any]:
+    """What a worker writes; its text if it ends with an error."""
+    name = f"{adapter.stem}-{processes}"
+    file, log = INSTALLED / f"{name}.json", INSTALLED / f"{name}.log"
+    file.unlink(missing_ok=True)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, "-W", "ignore", *launch, "-m", "tests.conform.worker"]
+    paths = os.pathsep.join(filter(None, [path, str(ROOT)]))
+    env = environment(PYTHONPATH=paths, OMP_NUM_THREADS="1", TRL_EXPERIMENTAL_SILENCE="1")
+    with log.open("w") as output:
+        subprocess.run(
+            [*command, str(adapter), str(file), *objectives], env=env, stdout=output, stderr=output, cwd=ROOT
+        )
+    if not file.exists():
+        errors = [line for line in log.read_text().splitlines() if "Error" in line]
+        return {"name": adapter.stem, "failed": (errors or ["it ended without a result"])[0][:200], "log": str(log)}
+    return dict(json.loads(file.read_text()))
+
+
+def results(adapter: Path, objectives: Sequence[str] = ()) -> dict[str, Any]:
+    """The cells of an adapter, of one process and of two."""
+    INSTALLED.mkdir(exist_ok=True)
+    try:
+        path = install(adapter)
+    except subprocess.CalledProcessError:
+        return {"name": adapter.stem, "failed": f"{constant(adapter, 'REQUIRES', ())} could not be installed"}
+    found = run(adapter, 1, path, objectives)
+    if "failed" not in found and not constant(adapter, "IN_ONE_PROCESS", False):
+        more = run(adapter, 2, path, objectives)
+        found["cells"] += more.get("cells", [])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="make conform", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("adapters", nargs="*", type=Path, help="files of adapters; all that are known, if left out")
+    parser.add_argument("--objective", action="append", default=[], help="one of them alone; may be repeated")
+    arguments = parser.parse_args()
+    found = []
+    for adapter in arguments.adapters or [ADAPTERS / f"{name}.py" for name in ALL]:
+        print(f"{adapter.stem} ...", file=sys.stderr, flush=True)
+        found.append(results(adapter, arguments.objective))
+    if arguments.adapters or arguments.objective:
+        print(table(found))
+    else:
+        (INSTALLED / "results.json").write_text(json.dumps(found, indent=1))
+        PAGE.write_text(page(PAGE.read_text(), found))
+        print(f"Wrote {PAGE.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

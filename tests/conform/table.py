@@ -1,0 +1,94 @@
+"""The tables of docs/conform.md."""
+
+import datetime
+from collections.abc import Sequence
+from typing import Any
+
+RIGHT = 1e-5  # an error below it is rounding
+MARK = "<!-- written by make conform -->"
+Cell = dict[str, Any]
+
+
+def shown(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    if "refused" in cell:
+        return "refused"
+    if "failed" in cell:
+        return "not run"
+    error = cell["error"]
+    return f"{error:.0e}".replace("e-0", "e-") if error < RIGHT else f"**{error:.2g}**"
+
+
+def worst(cells: Sequence[Cell]) -> str:
+    """The largest error of an objective over the splits that a trainer accepts."""
+    errors = [cell for cell in cells if "error" in cell]
+    return shown(max(errors, key=lambda cell: cell["error"]) if errors else next(iter(cells), None))
+
+
+def of(result: dict[str, Any], objective: str, dtype: str = "float64", split: str = "") -> list[Cell]:
+    return [
+        cell
+        for cell in result.get("cells", ())
+        if cell["objective"] == objective and cell["dtype"] == dtype and split in ("", cell["split"])
+    ]
+
+
+def names(results: Sequence[dict[str, Any]], key: str) -> list[str]:
+    return list(dict.fromkeys(cell[key] for result in results for cell in result.get("cells", ())))
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def title(result: dict[str, Any]) -> str:
+    return f"{result['name']} {result.get('version', '')}".strip()
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """A row for each objective, a column for each trainer."""
+    lines = [row("objective", *map(title, results)), "|---" * (len(results) + 1) + "|"]
+    for objective in names(results, "objective"):
+        lines.append(row(objective, *(worst(of(result, objective)) for result in results)))
+    return "\n".join(lines)
+
+
+def details(result: dict[str, Any]) -> str:
+    """A row for each objective, a column for each split, and the reason for what is wrong or was not run."""
+    lines = [f"### {title(result)}", ""]
+    if "failed" in result:
+        return "\n".join([*lines, f"Not run: {result['failed']}."])
+    splits, objectives = names([result], "split"), names([result], "objective")
+    lines += [f"`{result['entry']}`", "", row("objective", *splits), "|---" * (len(splits) + 1) + "|"]
+    for objective in objectives:
+        cells = [of(result, objective, split=split) for split in splits]
+        lines.append(row(objective, *(shown(found[0]) if found else "" for found in cells)))
+    reasons = dict[str, list[str]]()
+    for cell in result["cells"]:
+        if why := reason(result, cell):
+            reasons.setdefault(why, []).append(cell["objective"])
+    lines += [""] + [f"- {', '.join(dict.fromkeys(where))}: {why}." for why, where in reasons.items()]
+    single = [c["error"] for c in result["cells"] if c["dtype"] == "float32" and c.get("error", 1) < RIGHT]
+    return "\n".join([*lines, *([f"- float32: at most {max(single):.0e} where float64 is right."] if single else [])])
+
+
+def reason(result: dict[str, Any], cell: Cell) -> str | None:
+    if "refused" in cell or "failed" in cell:
+        return f"not run: {cell.get('refused', cell.get('failed'))}"
+    if cell["error"] < RIGHT:
+        return None
+    reasons = result.get("reasons", {})
+    return str(
+        reasons.get(f"{cell['objective']} {cell['split']}", reasons.get(cell["objective"], "no reason is known"))
+    )
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    return "\n\n".join([summary(results), *map(details, results)])
+
+
+def page(text: str, results: Sequence[dict[str, Any]]) -> str:
+    """The page with the tables of these results; what stands above the mark stays."""
+    before, _, _ = text.partition(MARK)
+    return f"{before}{MARK}\n\n{datetime.date.today():%d %B %Y}.\n\n{table(results)}\n"
