@@ -1,7 +1,8 @@
 """The README's figures.
 
 `python -m tests.bench.figures check CHECK.json FILE` draws a file of `grpo-ext check --json`, and
-`python -m tests.bench.figures held_out FILE RUN...` folders of demo runs that ended.
+`python -m tests.bench.figures held_out FILE RUN...` folders of demo runs that ended, and `conform RESULTS.json FILE`
+what `make conform` measured of this package and of stock TRL.
 """
 
 import json
@@ -73,10 +74,34 @@ def write_check_plot(report: dict[str, Any], path: Path, tolerance: float = 1e-5
     _save(figure, axis, path)
 
 
+def write_conform_plot(results: Sequence[dict[str, Any]], path: Path, tolerance: float = 1e-5) -> None:
+    """The error of each objective's update from the same completions, a point for each split."""
+    first = next(result for result in results if result["name"] == OURS)
+    objectives = list(dict.fromkeys(cell["objective"] for cell in first["cells"]))
+    stock = max((result for result in results if result["name"] == "TRL"), key=lambda result: result["version"])
+    figure = Figure(figsize=(8.0, 3.8))
+    axis = figure.subplots()
+    for result, trainer, marker in ((stock, STOCK, "s"), (first, OURS, "o")):
+        drawn = [cell for cell in result["cells"] if cell["dtype"] == "float64" and "error" in cell]
+        places = [objectives.index(cell["objective"]) + (0.12 if trainer == STOCK else -0.12) for cell in drawn]
+        errors = [max(cell["error"], _NOTHING) for cell in drawn]
+        label = f"stock TRL {result['version']}" if trainer == STOCK else OURS
+        axis.plot(places, errors, marker, color=_COLOURS[trainer], markersize=4, alpha=0.7, label=label)
+    axis.axhline(tolerance, color="grey", linewidth=0.8, linestyle="--", label=f"tolerance {tolerance:g}")
+    axis.set_yscale("log")
+    axis.set_ylim(_NOTHING, 2)
+    axis.set_xticks(range(len(objectives)), objectives, rotation=40, fontsize=8, ha="right")
+    axis.set_ylabel("relative error of the update", fontsize=8)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(0.0, 0.62))
+    _save(figure, axis, path)
+
+
 if __name__ == "__main__":
     kind, *files = sys.argv[1:]
     first, *others = (Path(file) for file in files)
     if kind == "check":
         write_check_plot(json.loads(first.read_text()), *others)
+    elif kind == "conform":
+        write_conform_plot(json.loads(first.read_text()), *others)
     else:
         write_held_out_plot(others, first)

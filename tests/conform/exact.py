@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tests.conform.given import GROUP, MOST, Objective, Row, scores
+from tests.conform.given import GROUP, MOST, Objective, Row, log_probs, scores
 
 LOW, HIGH = 0.8, 1.2  # bounds of the ratio
 TEMPERATURES = 1.0, 1.05  # SAPO's, for advantages above 0 and others
@@ -80,6 +80,7 @@ def loss(
     for row, advantage in zip(rows, advantages(rows, definition, objective.loss == "rloo"), strict=True):
         logps_TV = scores(policy, row)
         logps = [logps_TV[place, word] for place, word in enumerate(row.ids)]
+        theirs = log_probs(reference, row).detach() if objective.kl else ()
         counted = [place for place in range(len(row.ids)) if row.trained[place] or definition.trains_tools]
         if objective.without_cut_off and row.cut_off:
             counted = []
@@ -90,9 +91,8 @@ def loss(
             log_ratio = of_all / len(counted) if objective.sequence else log_ratios[place]
             of_row = of_row + term(objective.loss, log_ratio.exp(), logps[place], advantage, of_all.detach())
             if objective.kl:
-                with torch.no_grad():
-                    theirs = scores(reference, row)[place, row.ids[place]]
-                k3 = (theirs - logps[place]).exp() - (theirs - logps[place]) - 1
+                apart = theirs[place] - logps[place]
+                k3 = apart.exp() - apart - 1
                 of_row = of_row - objective.kl * k3 * log_ratios[place].exp()
             entropy = entropy - (logps_TV[place].exp() * logps_TV[place]).sum()
         if objective.loss in ("grpo", "sapo"):

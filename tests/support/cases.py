@@ -61,7 +61,9 @@ BITS = {
     "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "8bit": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
 }
-QUANTISED = {f"lora_{kind}": Case({"beta": 0.1, **ONE_ROLLOUT}, kind, peft=DROPPING) for kind in BITS}
+QUANTISED = {
+    f"lora_{kind}": Case({"beta": 0.1, **ONE_ROLLOUT}, kind, peft={**LORA, "lora_dropout": 0.1}) for kind in BITS
+}
 if find_spec("bitsandbytes") is None:
     QUANTISED = {}
 
