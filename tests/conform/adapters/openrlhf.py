@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.conform import exact
-from tests.conform.given import GROUP, Gradient, Objective, Refused, Row, Split, log_probs, padded
-
+from tests.conform.given import Gradient, Objective, Refused, Row, Split, log_probs, padded
 
 ABSENT = "flash_attn", "vllm", "aiohttp"
 
@@ -117,8 +116,6 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
         raise Refused("DeepSpeed does not reduce float64")
     if len(rows) % (split.micro_batch * split.processes):
         raise Refused("the step is not divisible by the micro-batch")
-    if split.rollouts > 1:
-        raise Refused("a rollout has at least the completions of a step")
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
     if not dist.is_initialized():
         alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
@@ -148,8 +145,10 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
             **{"micro_train_batch_size": split.micro_batch, "dataloader_pin_memory": False},
         )
         device.return_value = "cpu"
-        mine = slice(dist.get_rank(), None, split.processes)
-        advantages = exact.advantages(rows, DEFINITION)
-        trainer.replay_buffer.append(experience(rows[mine], advantages[mine], policy.dtype, reference))
-        trainer.ppo_train(objective.kl)
+        advantages, most = exact.advantages(rows, DEFINITION), len(rows) // split.rollouts
+        for start in range(0, len(rows), most):
+            mine = slice(start + dist.get_rank(), start + most, split.processes)
+            trainer.replay_buffer.append(experience(rows[mine], advantages[mine], policy.dtype, reference))
+            trainer.ppo_train(objective.kl)
+            trainer.replay_buffer.clear()
     return {name: weights[name] - p.detach() for name, p in policy.named_parameters()}

@@ -1,4 +1,4 @@
-"""verl's FSDP engine: micro-batches, denominators and averages over processes are the engine's, the loss is the actor's.
+"""verl's FSDP engine: it makes micro-batches, counts tokens and averages over processes; the loss is the actor's.
 
 The policy is wrapped by verl's `apply_fsdp2`; verl has no CPU platform, so one is set through its plugin interface.
 """
