@@ -64,6 +64,7 @@ OBJECTIVES = "grpo", "bnpo", "dapo", "gspo", "grpo, KL", "dapo, KL", "dapo, entr
 DEFINITION = exact.Definition(epsilon=1e-9)  # of the estimator `group_norm`
 REASONS: dict[tuple[str, str] | str, str] = {
     "grpo, KL": "the KL is a mean over tokens whatever `loss_agg_mode`",
+    **{(name, Split(4, rollouts=2).name): "each rollout is averaged as if it were a step" for name in OBJECTIVES},
     "dapo, load balance": "a mean of micro-batches' terms, not the step's",
 }
 
