@@ -40,6 +40,8 @@ NAME, VERSION, ENTRY = "verl", version("verl"), "FSDPEngineWithLMHead.forward_ba
 REQUIRES = (
     *("verl==0.9.1", "tensordict==0.10.0", "pyvers==0.2.3", "orjson==3.13.0", "ray==2.60.0", "codetiming==1.4.0"),
     *("torchdata==0.11.0", "hydra-core==1.3.8", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3", "peft==0.21.2"),
+    *("cloudpickle==3.1.2", "msgpack==1.2.4", "jsonschema==4.26.0", "protobuf==7.36.2", "attrs==26.1.0"),
+    *("referencing==0.37.0", "rpds-py==2026.9.1", "jsonschema-specifications==2025.9.1"),
 )
 DEFINITION = Definition(epsilon=1e-6)
 MODES = {  # `loss_mode` and `loss_agg_mode`
