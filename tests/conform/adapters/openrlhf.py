@@ -1,0 +1,155 @@
+"""OpenRLHF's actor trainer on its replay buffer, with DeepSpeed's engine.
+
+What only a GPU has is absent: `flash_attn` and `vllm` are empty modules while OpenRLHF is imported, and CUDA's current
+device is the CPU. DeepSpeed reduces no float64, so the numbers are float32's.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from importlib.metadata import version
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.conform import exact
+from tests.conform.given import Gradient, Objective, Refused, Row, Split, log_probs, padded
+
+ABSENT = "flash_attn", "vllm", "aiohttp"
+
+
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds packages that training does not call as modules whose every name is None."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        if fullname.partition(".")[0] in ABSENT:
+            return importlib.util.spec_from_loader(fullname, self, is_package=True)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__getattr__"] = lambda name: None
+
+
+sys.meta_path.insert(0, Absent())
+from openrlhf.models import Actor  # noqa: E402
+from openrlhf.trainer.ppo_utils.experience import Experience  # noqa: E402
+from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer  # noqa: E402
+from openrlhf.utils.deepspeed import DeepspeedStrategy  # noqa: E402
+
+sys.meta_path.pop(0)
+for name in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
+    del sys.modules[name]
+torch._dynamo.config.disable = True  # its entropy is compiled
+
+NAME, VERSION, ENTRY = "OpenRLHF", version("openrlhf"), "ActorPPOTrainer.ppo_train, kl.unbiased_gradient"
+REQUIRES = (
+    *("openrlhf==0.11.2", "ray==2.60.0", "torchdata==0.11.0", "pylatexenc==2.11"),
+    *(
+        "deepspeed==0.19.8",
+        "hjson==3.1.0",
+        "py-cpuinfo==9.0.0",
+        "ninja==1.13.2",
+        "einops==0.8.2",
+        "msgpack==1.2.4",
+        "peft==0.21.2",
+    ),
+)
+OBJECTIVES = "grpo", "bnpo", "dapo", "gspo", "grpo, KL", "dapo, KL", "dapo, entropy", "dapo, load balance"
+DEFINITION = exact.Definition(epsilon=1e-9)  # of the estimator `group_norm`
+REASONS: dict[tuple[str, str] | str, str] = {
+    "grpo, KL": "the KL is a mean over tokens whatever `loss_agg_mode`",
+    **{(name, Split(4, rollouts=2).name): "each rollout is averaged as if it were a step" for name in OBJECTIVES},
+    "dapo, load balance": "a mean of micro-batches' terms, not the step's",
+}
+
+
+def settings(objective: Objective) -> Any:
+    """Arguments of `train_ppo_ray` that the actor's trainer reads."""
+    space = SimpleNamespace
+    return space(
+        actor=space(
+            **{"eps_clip_low_high": (0.2, 0.2), "dual_clip": None, "aux_loss_coef": objective.router},
+            **{"policy_loss_type": "gspo" if objective.sequence else "ppo", "entropy_coef": objective.entropy or None},
+            loss_agg_mode="token-mean" if objective.loss in ("bnpo", "dapo") else "seq-mean-token-mean",
+        ),
+        algo=space(
+            advantage=space(
+                **{"is_correction_level": "off", "is_correction_mode": "mask", "is_correction_gating": "ratio"},
+                is_correction_threshold=(0.5, 5.0),
+            ),
+            kl=space(use_loss=objective.kl > 0, init_coef=objective.kl, estimator="k3", unbiased_gradient=True),
+        ),
+        train=space(max_epochs=1, dynamic_batch_enable=False, colocate_all=False, async_enable=False),
+        ds=space(packing_samples=False, param_dtype="bf16", tensor_parallel_size=1),
+        vllm=space(sync_backend="gloo"),
+    )
+
+
+def experience(rows: list[Row], advantages: list[float], dtype: torch.dtype, reference: Any) -> Experience:
+    """Completions as the samples generator and the experience maker leave them: what is acted on is shifted by one."""
+    before = [len(row.prompt_ids) - 1 for row in rows]
+    theirs = [[0.0] * len(row.ids) if reference is None else log_probs(reference, row).tolist() for row in rows]
+    width = max(len(row.prompt_ids + row.ids) for row in rows)
+
+    def acted(of_rows: list[Any], **options: Any) -> torch.Tensor:
+        shifted = [[0] * places + list(of_row) for places, of_row in zip(before, of_rows, strict=True)]
+        return padded(shifted, width - 1, **options)
+
+    return Experience(
+        sequences=padded([row.prompt_ids + row.ids for row in rows], width),
+        attention_mask=padded([[1] * len(row.prompt_ids + row.ids) for row in rows], width),
+        action_mask=acted([row.trained for row in rows]),
+        action_log_probs=acted([row.sampler_logps for row in rows], dtype=dtype),
+        rollout_log_probs=acted([row.sampler_logps for row in rows], dtype=dtype),
+        base_action_log_probs=acted(theirs, dtype=dtype),
+        advantages=acted([[a] * len(row.ids) for a, row in zip(advantages, rows, strict=True)], dtype=dtype),
+    )
+
+
+def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
+    if policy.dtype == torch.float64:
+        raise Refused("DeepSpeed does not reduce float64")
+    if len(rows) % (split.micro_batch * split.processes):
+        raise Refused("the step is not divisible by the micro-batch")
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+    if not dist.is_initialized():
+        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group("gloo", **alone)
+        deepspeed.init_distributed("gloo")
+    args = settings(objective)
+    strategy = DeepspeedStrategy(micro_train_batch_size=split.micro_batch, train_batch_size=len(rows), args=args)
+    strategy.world_size = split.processes
+    strategy.accumulated_gradient = len(rows) // split.micro_batch // split.processes
+    strategy.ds_device_mesh = init_device_mesh("cpu", (split.processes, 1, 1), mesh_dim_names=("dp", "sp", "tp"))
+    actor = Actor(policy)
+    actor.packing_samples = False
+    actor.model, optimizer, _, _ = deepspeed.initialize(
+        model=policy,
+        optimizer=torch.optim.SGD(policy.parameters(), lr=1.0),
+        config={
+            **{"train_micro_batch_size_per_gpu": split.micro_batch, "train_batch_size": len(rows)},
+            **{"zero_optimization": {"stage": 0}, "gradient_clipping": 0.0},
+        },
+    )
+    weights = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    torch.manual_seed(strategy.seed)  # completions are shuffled
+    schedule = SimpleNamespace(get_last_lr=lambda: [1.0])
+    with mock.patch("torch.cuda.synchronize"), mock.patch("torch.cuda.current_device", return_value=0) as device:
+        trainer = ActorPPOTrainer(
+            *(strategy, actor, None, optimizer, schedule),
+            **{"micro_train_batch_size": split.micro_batch, "dataloader_pin_memory": False},
+        )
+        device.return_value = "cpu"
+        advantages, most = exact.advantages(rows, DEFINITION), len(rows) // split.rollouts
+        for start in range(0, len(rows), most):
+            mine = slice(start + dist.get_rank(), start + most, split.processes)
+            trainer.replay_buffer.append(experience(rows[mine], advantages[mine], policy.dtype, reference))
+            trainer.ppo_train(objective.kl)
+            trainer.replay_buffer.clear()
+    return {name: weights[name] - p.detach() for name, p in policy.named_parameters()}
