@@ -28,8 +28,8 @@ OBJECTIVES = (
 DEFINITION = exact.Definition(epsilon=1e-6)
 IN_ONE_PROCESS = True
 REASONS = {
-    "dapo, without what was cut off": "a completion without trained tokens counts as one token; found in its fork too, "
-    "miles#2796"
+    "dapo, without what was cut off": "a completion without trained tokens counts as one token; "
+    "reported for Miles, miles#2796"
 }
 MPU: dict[str, Any] = {
     "get_tensor_model_parallel_group": None,

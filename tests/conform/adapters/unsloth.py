@@ -1,8 +1,8 @@
 """Unsloth's loss of a micro-batch, on a CPU, where its trainer is TRL's own.
 
 `grpo_accumulated_loss` is Unsloth's, with its forward, its masks and its denominators. The trainer it asks is a
-stand-in that answers as Unsloth's GRPOTrainer, which is TRL's but for `compute_loss`: the count of tokens of a rollout,
-the accumulation steps, the processes, which run one after the other and whose gradients are averaged.
+stand-in that gives what Unsloth's `compute_loss` passes on: TRL's count of tokens of a rollout, the accumulation steps,
+the processes, which run one after the other and whose gradients are averaged.
 """
 
 import os
