@@ -18,6 +18,7 @@ No padding, no batches, no packs, no masks: each completion runs alone, and each
 | load balance | Switch Transformers, arXiv 2101.03961, equation 4 |
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,7 @@ class Definition:
     sample_deviation: bool = True  # of rewards: over n - 1, not n
     epsilon: float = 1e-4  # added to the deviation
     trains_tools: bool = False  # has no mask for what tools write, so these tokens are trained
+    most_kl: float = math.inf  # bound of a token's KL term, from which on it has no gradient
 
 
 def advantages(rows: Sequence[Row], definition: Definition, leave_one_out: bool = False) -> list[float]:
@@ -93,7 +95,7 @@ def loss(
             if objective.kl:
                 apart = theirs[place] - logps[place]
                 k3 = apart.exp() - apart - 1
-                of_row = of_row - objective.kl * k3 * log_ratios[place].exp()
+                of_row = of_row - objective.kl * (k3 * log_ratios[place].exp()).clamp(max=definition.most_kl)
             entropy = entropy - (logps_TV[place].exp() * logps_TV[place]).sum()
         if objective.loss in ("grpo", "sapo"):
             of_row = of_row / max(len(counted), 1)

@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "OBJECTIVES": tuple(name for name in given.OBJECTIVES if name != "rloo"),
     "DEFINITION": exact.Definition(),
     "SPLITS": given.SPLITS,
+    "LOSS": None,  # (objective, rows, policy, reference): the exact loss of a trainer with none of the given objectives
     "IN_ONE_PROCESS": False,  # whether it computes what several processes do
     "REQUIRES": (),  # what `pip install --no-deps` brings
     "REASONS": {},  # why an objective, or "objective split", is wrong: a clause and the public issue
@@ -71,7 +72,8 @@ def main(path: str, file: str, *objectives: str) -> None:
     for name in objectives or adapter.OBJECTIVES:
         objective = given.OBJECTIVES[name]
         policy, reference = (given.model(objective, torch.float64, seed) for seed in (0, 1))
-        loss = functools.partial(exact.loss, objective, given.read(), policy, reference, adapter.DEFINITION)
+        exact_loss = adapter.LOSS or functools.partial(exact.loss, definition=adapter.DEFINITION)
+        loss = functools.partial(exact_loss, objective, given.read(), policy, reference)
         wanted = given.gradient_of(policy, loss)
         for split in splits:
             for dtype in (torch.float64, torch.float32):
