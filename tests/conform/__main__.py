@@ -29,7 +29,7 @@ def constant(adapter: Path, name: str, default: Any) -> Any:
     """A constant of an adapter's file, read without running it: what it imports may not be installed."""
     for node in ast.parse(adapter.read_text()).body:
         if isinstance(node, ast.Assign) and any(getattr(target, "id", None) == name for target in node.targets):
-            return ast.literal_eval(node.value)
+            return eval(compile(ast.Expression(node.value), str(adapter), "eval"), {})
     return default
 
 

@@ -26,12 +26,16 @@ def worst(cells: Sequence[Cell]) -> str:
     return shown(max(errors, key=lambda cell: cell["error"]) if errors else next(iter(cells), None))
 
 
-def of(result: dict[str, Any], objective: str, dtype: str = "float64", split: str = "") -> list[Cell]:
-    return [
-        cell
-        for cell in result.get("cells", ())
-        if cell["objective"] == objective and cell["dtype"] == dtype and split in ("", cell["split"])
-    ]
+def dtype(result: dict[str, Any]) -> str:
+    """float64, unless a trainer refuses it everywhere."""
+    doubles = [cell for cell in result.get("cells", ()) if cell["dtype"] == "float64" and "error" in cell]
+    return "float64" if doubles else "float32"
+
+
+def of(result: dict[str, Any], objective: str, split: str = "") -> list[Cell]:
+    """The cells of an objective, on one split or on all."""
+    cells = [cell for cell in result.get("cells", ()) if cell["dtype"] == dtype(result)]
+    return [cell for cell in cells if cell["objective"] == objective and split in ("", cell["split"])]
 
 
 def names(results: Sequence[dict[str, Any]], key: str) -> list[str]:
@@ -65,12 +69,16 @@ def details(result: dict[str, Any]) -> str:
         cells = [of(result, objective, split=split) for split in splits]
         lines.append(row(objective, *(shown(found[0]) if found else "" for found in cells)))
     reasons = dict[str, list[str]]()
-    for cell in result["cells"]:
+    for cell in (one for one in result["cells"] if one["dtype"] == dtype(result)):
         if why := reason(result, cell):
             reasons.setdefault(why, []).append(cell["objective"])
     lines += [""] + [f"- {', '.join(dict.fromkeys(where))}: {why}." for why, where in reasons.items()]
     single = [c["error"] for c in result["cells"] if c["dtype"] == "float32" and c.get("error", 1) < RIGHT]
-    return "\n".join([*lines, *([f"- float32: at most {max(single):.0e} where float64 is right."] if single else [])])
+    if dtype(result) == "float32":
+        lines.append("- These are float32's numbers: it has no float64.")
+    elif single:
+        lines.append(f"- float32: at most {max(single):.0e} where float64 is right.")
+    return "\n".join(lines)
 
 
 def reason(result: dict[str, Any], cell: Cell) -> str | None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.conform import exact
+from tests.conform import exact, given
 from tests.conform.given import Gradient, Objective, Refused, Row, Split, log_probs, padded
 
 ABSENT = "flash_attn", "vllm", "aiohttp"
@@ -50,22 +50,15 @@ torch._dynamo.config.disable = True  # its entropy is compiled
 NAME, VERSION, ENTRY = "OpenRLHF", version("openrlhf"), "ActorPPOTrainer.ppo_train, kl.unbiased_gradient"
 REQUIRES = (
     *("openrlhf==0.11.2", "ray==2.60.0", "torchdata==0.11.0", "pylatexenc==2.11"),
-    *(
-        "deepspeed==0.19.8",
-        "hjson==3.1.0",
-        "py-cpuinfo==9.0.0",
-        "ninja==1.13.2",
-        "einops==0.8.2",
-        "msgpack==1.2.4",
-        "peft==0.21.2",
-    ),
+    *("deepspeed==0.19.8", "hjson==3.1.0", "py-cpuinfo==9.0.0", "ninja==1.13.2", "einops==0.8.2", "msgpack==1.2.4"),
+    "peft==0.21.2",
 )
 OBJECTIVES = "grpo", "bnpo", "dapo", "gspo", "grpo, KL", "dapo, KL", "dapo, entropy", "dapo, load balance"
 DEFINITION = exact.Definition(epsilon=1e-9)  # of the estimator `group_norm`
-REASONS: dict[tuple[str, str] | str, str] = {
-    "grpo, KL": "the KL is a mean over tokens whatever `loss_agg_mode`",
-    **{(name, Split(4, rollouts=2).name): "each rollout is averaged as if it were a step" for name in OBJECTIVES},
-    "dapo, load balance": "a mean of micro-batches' terms, not the step's",
+SPLITS = tuple(split for split in given.SPLITS if split.rollouts == 1)  # a step is of one rollout at most
+REASONS = {
+    "grpo, KL": "the KL is a mean over tokens whatever `loss_agg_mode` says",
+    "dapo, load balance": "the loss of each micro-batch, as in transformers, not of the step; arXiv 2501.11873",
 }
 
 
@@ -146,10 +139,8 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
             **{"micro_train_batch_size": split.micro_batch, "dataloader_pin_memory": False},
         )
         device.return_value = "cpu"
-        advantages, most = exact.advantages(rows, DEFINITION), len(rows) // split.rollouts
-        for start in range(0, len(rows), most):
-            mine = slice(start + dist.get_rank(), start + most, split.processes)
-            trainer.replay_buffer.append(experience(rows[mine], advantages[mine], policy.dtype, reference))
-            trainer.ppo_train(objective.kl)
-            trainer.replay_buffer.clear()
+        mine = slice(dist.get_rank(), None, split.processes)
+        advantages = exact.advantages(rows, DEFINITION)[mine]
+        trainer.replay_buffer.append(experience(rows[mine], advantages, policy.dtype, reference))
+        trainer.ppo_train(objective.kl)
     return {name: weights[name] - p.detach() for name, p in policy.named_parameters()}

@@ -17,7 +17,8 @@ from tests.conform.given import GROUP, SPLITS, Gradient, Objective, Row, Split, 
 
 NAME, VERSION = "TRL, asynchronous", grpo.VERSION
 ENTRY = "AsyncGRPOTrainer.compute_loss, FixedCountBatcher, DataCollatorForRollout"
-OBJECTIVES, IN_ONE_PROCESS = ("dapo",), True
+OBJECTIVES = ("dapo",)
+IN_ONE_PROCESS = True
 SPLITS = tuple(split for split in SPLITS if split.rollouts == 1)
 REASONS = {"dapo": "divides by the tokens of each micro-batch, then by their number; trl#7206"}
 

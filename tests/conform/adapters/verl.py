@@ -45,11 +45,8 @@ REQUIRES = (
 )
 DEFINITION = Definition(epsilon=1e-6)
 MODES = {  # `loss_mode` and `loss_agg_mode`
-    **{
-        "grpo": ("vanilla", "seq-mean-token-mean"),
-        "bnpo": ("vanilla", "token-mean"),
-        "dapo": ("vanilla", "token-mean"),
-    },
+    "grpo": ("vanilla", "seq-mean-token-mean"),
+    **dict.fromkeys(("bnpo", "dapo"), ("vanilla", "token-mean")),
     **{"dr_grpo": ("vanilla", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean")},
     **{"sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("gspo", "seq-mean-token-sum")},
     **{"gspo": ("gspo", "seq-mean-token-mean"), "dapo, entropy": ("vanilla", "token-mean")},
