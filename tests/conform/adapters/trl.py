@@ -7,6 +7,7 @@ from typing import Any
 
 import trl
 from datasets import Dataset
+from safetensors.torch import save_file
 
 from tests.conform.exact import HIGH
 from tests.conform.given import GROUP, MOST, Gradient, Objective, Refused, Row, Split
@@ -39,7 +40,7 @@ def settings(objective: Objective, split: Split) -> dict[str, Any]:
         "mask_truncated_completions": objective.without_cut_off,
         **{"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 1},
         **{"shuffle_dataset": False, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"},
-        "disable_tqdm": True,
+        **{"disable_tqdm": True, "ddp_timeout": 120},
     }
 
 
@@ -88,7 +89,9 @@ def update(trainer_class: Any, args: Any, rows: list[Row], policy: Any, referenc
         return [known[prompt, *ids] for prompt, ids in zip(prompts, completion_ids, strict=True)]
 
     with tempfile.TemporaryDirectory() as folder:
-        policy.save_pretrained(folder)  # where TRL loads a reference from
+        # where TRL loads a reference from, on every process; `save_pretrained` writes on the first
+        policy.config.save_pretrained(folder)
+        save_file(policy.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
         policy.config._name_or_path = folder
         trainer = trainer_class(
             model=policy,
