@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import os
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast, get_args
@@ -18,9 +19,10 @@ import trl
 from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, geometry_of, group_size
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
+from .runtime.uncaught import show_sentences
 from .setting_rules import (
     asks_for,
     check_ahead,
@@ -54,6 +56,8 @@ class Replay(NamedTuple):
 
 
 NO_REPLAY = Replay()
+
+show_sentences()
 
 
 def setting(help: str, default: Any = None, **metadata: Any) -> Any:
@@ -282,6 +286,15 @@ class GRPOConfig(trl.GRPOConfig):
         default=False,
     )
 
+    def __new__(cls, *args: Any, **settings: Any) -> GRPOConfig:
+        known = inspect.signature(cls.__init__).parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in known.values()):
+            for name in settings.keys() - known.keys():
+                raise ConfigError(
+                    f"{cls.__name__} has no setting {name!r}; {did_you_mean(name, known, 'leave it out.')}"
+                )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -320,6 +333,8 @@ class GRPOConfig(trl.GRPOConfig):
     def _check_settings(self) -> None:
         for spec in dataclasses.fields(self):
             choices, value = spec.metadata.get("choices"), getattr(self, spec.name)
+            if isinstance(value, str) and isinstance(spec.default, (int, float)):
+                raise ConfigError(f"{spec.name}={value!r} is text; pass a value as {spec.default!r}.")
             if spec.name in GRPOConfig.__annotations__ and choices and value not in choices:
                 names = ", ".join(map(repr, choices))
                 raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {names}.")

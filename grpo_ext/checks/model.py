@@ -60,6 +60,9 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
     try:
         cached_file(name, "config.json", **place, local_files_only=not reached)
     except OSError as error:
+        parent, *below = Path(name).expanduser().parts
+        if Path(parent).is_dir() or len(below) > 1:  # a name on a hub has at most two parts
+            raise ModelError(f"there is no folder {name!r} with a model; check the path.") from None
         raise ModelError(f"model {name!r} cannot be loaded; check the path or the name. {error}") from None
 
 
