@@ -71,7 +71,8 @@ def details(result: dict[str, Any]) -> str:
     reasons = dict[str, list[str]]()
     for cell in (one for one in result["cells"] if one["dtype"] == dtype(result)):
         if why := reason(result, cell):
-            reasons.setdefault(why, []).append(cell["objective"])
+            place = next((kind for kind in ("refused", "failed") if kind in cell), cell["objective"])
+            reasons.setdefault(why, []).append({"failed": "not run"}.get(place, place))
     lines += [""] + [f"- {', '.join(dict.fromkeys(where))}: {why}." for why, where in reasons.items()]
     single = [c["error"] for c in result["cells"] if c["dtype"] == "float32" and c.get("error", 1) < RIGHT]
     if dtype(result) == "float32":
@@ -82,8 +83,8 @@ def details(result: dict[str, Any]) -> str:
 
 
 def reason(result: dict[str, Any], cell: Cell) -> str | None:
-    if "refused" in cell or "failed" in cell:
-        return f"not run: {cell.get('refused', cell.get('failed'))}"
+    if "error" not in cell:
+        return str(cell.get("refused", cell.get("failed")))
     if cell["error"] < RIGHT:
         return None
     reasons = result.get("reasons", {})

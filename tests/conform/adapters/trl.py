@@ -90,6 +90,7 @@ def update(trainer_class: Any, args: Any, rows: list[Row], policy: Any, referenc
 
     with tempfile.TemporaryDirectory() as folder:
         # where TRL loads a reference from, on every process; `save_pretrained` writes on the first
+        policy.config.architectures = [type(policy).__name__]
         policy.config.save_pretrained(folder)
         save_file(policy.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
         policy.config._name_or_path = folder
