@@ -9,21 +9,25 @@ MARK = "<!-- written by make conform -->"
 Cell = dict[str, Any]
 
 
-def shown(cell: Cell | None) -> str:
+BY_DEFINITION = "by definition"  # reasons that begin so are no errors
+
+
+def shown(result: dict[str, Any], cell: Cell | None) -> str:
+    """An error in bold, if it is one; a dash where there is no update."""
     if cell is None:
         return ""
-    if "refused" in cell:
-        return "refused"
-    if "failed" in cell:
-        return "not run"
-    error = cell["error"]
-    return f"{error:.0e}".replace("e-0", "e-") if error < RIGHT else f"**{error:.2g}**"
+    if "error" not in cell:
+        return "\N{EN DASH}"
+    why = reason(result, cell)
+    number = f"{cell['error']:.0e}".replace("e-0", "e-") if why is None else f"{cell['error']:.2g}"
+    return number if why is None or why.startswith(BY_DEFINITION) else f"**{number}**"
 
 
-def worst(cells: Sequence[Cell]) -> str:
+def worst(result: dict[str, Any], objective: str) -> str:
     """The largest error of an objective over the splits that a trainer accepts."""
+    cells = of(result, objective)
     errors = [cell for cell in cells if "error" in cell]
-    return shown(max(errors, key=lambda cell: cell["error"]) if errors else next(iter(cells), None))
+    return shown(result, max(errors, key=lambda cell: cell["error"]) if errors else next(iter(cells), None))
 
 
 def dtype(result: dict[str, Any]) -> str:
@@ -54,7 +58,7 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
     """A row for each objective, a column for each trainer."""
     lines = [row("objective", *map(title, results)), "|---" * (len(results) + 1) + "|"]
     for objective in names(results, "objective"):
-        lines.append(row(objective, *(worst(of(result, objective)) for result in results)))
+        lines.append(row(objective, *(worst(result, objective) for result in results)))
     return "\n".join(lines)
 
 
@@ -67,12 +71,11 @@ def details(result: dict[str, Any]) -> str:
     lines += [f"`{result['entry']}`", "", row("objective", *splits), "|---" * (len(splits) + 1) + "|"]
     for objective in objectives:
         cells = [of(result, objective, split=split) for split in splits]
-        lines.append(row(objective, *(shown(found[0]) if found else "" for found in cells)))
+        lines.append(row(objective, *(shown(result, next(iter(found), None)) for found in cells)))
     reasons = dict[str, list[str]]()
     for cell in (one for one in result["cells"] if one["dtype"] == dtype(result)):
         if why := reason(result, cell):
-            place = next((kind for kind in ("refused", "failed") if kind in cell), cell["objective"])
-            reasons.setdefault(why, []).append({"failed": "not run"}.get(place, place))
+            reasons.setdefault(why, []).append(cell["objective"] if "error" in cell else "\N{EN DASH}")
     lines += [""] + [f"- {', '.join(dict.fromkeys(where))}: {why}." for why, where in reasons.items()]
     single = [c["error"] for c in result["cells"] if c["dtype"] == "float32" and c.get("error", 1) < RIGHT]
     if dtype(result) == "float32":

@@ -146,6 +146,7 @@ def test_rows_of_this_package_and_of_stock_trl():
         {*OBJECTIVES} - {"rloo"}
     )
     assert errors["grpo", "2 x 2"] < RIGHT
+    assert errors["grpo, KL", "2 x 8"] < RIGHT
     assert errors["bnpo", "1 x 1"] > 0.1
     assert errors["dapo", "1 x 4, 2 rollouts"] > 0.1
     assert all(found is None for (_, split), found in errors.items() if split == "1 x 5")

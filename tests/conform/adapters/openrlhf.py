@@ -58,7 +58,7 @@ DEFINITION = exact.Definition(epsilon=1e-9)  # of the estimator `group_norm`
 SPLITS = tuple(split for split in given.SPLITS if split.rollouts == 1)  # a step is of one rollout at most
 REASONS = {
     "grpo, KL": "the KL is a mean over tokens whatever `loss_agg_mode` says",
-    "dapo, load balance": "the loss of each micro-batch, as in transformers, not of the step; arXiv 2501.11873",
+    "dapo, load balance": "the loss of each micro-batch, as in transformers; arXiv 2501.11873",
 }
 
 

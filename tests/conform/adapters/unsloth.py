@@ -25,11 +25,11 @@ ENTRY = "grpo_accumulated_loss, UnslothEfficientGRPO"
 REQUIRES = ("unsloth_zoo==2026.10.9",)
 OBJECTIVES = tuple(name for name in given.OBJECTIVES if name not in ("rloo", "dapo, load balance"))
 IN_ONE_PROCESS = True
-_WINDOWS = "the mean of the token means of the two rollouts, not that of the step, as in TRL"
+_WINDOWS = "each rollout is divided by its own tokens, then the two are averaged, as in TRL"
 DEFINITION = exact.Definition(most_kl=10.0)
 REASONS = {
-    "bnpo": "the mean over the tokens of each micro-batch, as TRL documents it; trl#3231",
-    "dapo, entropy": "the entropy is a mean over the tokens of each micro-batch, as in TRL",
+    "bnpo": "by definition: a mean over the local batch, as TRL documents",
+    "dapo, entropy": "the entropy is a mean over each micro-batch, as in TRL",
     **{f"{name} 1 x 4, 2 rollouts": _WINDOWS for name in OBJECTIVES if name.startswith(("dapo", "cispo", "vespo"))},
 }
 
