@@ -6,17 +6,17 @@ that of a paper: advantages are always those of GRPO (RLOO's have no deviation).
 | loss | paper |
 |---|---|
 | grpo | DeepSeekMath, arXiv 2402.03300, equation 3 |
-| bnpo | the same terms over the number of tokens; TRL's name |
-| dr_grpo | Understanding R1-Zero-Like Training, arXiv 2503.20783 |
+| bnpo | the same terms over the number of tokens of the step; TRL's is that of the local batch |
+| dr_grpo | the denominator of Understanding R1-Zero-Like Training, arXiv 2503.20783 |
 | dapo | DAPO, arXiv 2503.14476, equation 8 |
-| cispo | MiniMax-M1, arXiv 2506.13585, equation 4; only the upper bound, as in section 3.2 |
+| cispo | MiniMax-M1, arXiv 2506.13585, equation 4; only the upper bound |
 | sapo | Soft Adaptive Policy Optimization, arXiv 2511.20347 |
 | gspo | Group Sequence Policy Optimization, arXiv 2507.18071, equation 5 |
 | rloo | Back to Basics, arXiv 2402.14740, equation 8, with the clipped ratio of completions of TRL's RLOOTrainer |
 | luspo | Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261 |
 | vespo | Variational Sequence-Level Soft Policy Optimization, arXiv 2602.10693 |
 | KL | k3 of Schulman, times the ratio as in DeepSeek-V3.2, arXiv 2512.02556 |
-| load balance | Switch Transformers, arXiv 2101.03961, equation 4, over all layers as in transformers |
+| load balance | Switch Transformers, arXiv 2101.03961, equation 4 as in transformers: top-k, all layers together |
 """
 
 import math

@@ -23,9 +23,9 @@ def shown(result: dict[str, Any], cell: Cell | None) -> str:
     return number if why is None or why.startswith(BY_DEFINITION) else f"**{number}**"
 
 
-def worst(result: dict[str, Any], objective: str) -> str:
-    """The largest error of an objective over the splits that a trainer accepts."""
-    cells = of(result, objective)
+def worst(result: dict[str, Any], objective: str, several: bool = False) -> str:
+    """The largest error of an objective over the splits that a trainer accepts; of several rollouts, or of one."""
+    cells = [cell for cell in of(result, objective) if ("rollouts" in cell["split"]) == several]
     errors = [cell for cell in cells if "error" in cell]
     return shown(result, max(errors, key=lambda cell: cell["error"]) if errors else next(iter(cells), None))
 
@@ -55,10 +55,13 @@ def title(result: dict[str, Any]) -> str:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each objective, a column for each trainer."""
+    """A row for each objective, a column for each trainer; steps of several rollouts have rows of their own."""
     lines = [row("objective", *map(title, results)), "|---" * (len(results) + 1) + "|"]
     for objective in names(results, "objective"):
         lines.append(row(objective, *(worst(result, objective) for result in results)))
+    for objective in ("grpo", "dapo"):
+        name = f"{objective}, a step of 2 rollouts"
+        lines.append(row(name, *(worst(result, objective, several=True) for result in results)))
     return "\n".join(lines)
 
 
@@ -68,7 +71,8 @@ def details(result: dict[str, Any]) -> str:
     if "failed" in result:
         return "\n".join([*lines, f"Not run: {result['failed']}."])
     splits, objectives = names([result], "split"), names([result], "objective")
-    lines += [f"`{result['entry']}`", "", row("objective", *splits), "|---" * (len(splits) + 1) + "|"]
+    beside = f" Beside {', '.join(result['beside'])}." if "beside" in result else ""
+    lines += [f"`{result['entry']}`{beside}", "", row("objective", *splits), "|---" * (len(splits) + 1) + "|"]
     for objective in objectives:
         cells = [of(result, objective, split=split) for split in splits]
         lines.append(row(objective, *(shown(result, next(iter(found), None)) for found in cells)))

@@ -20,6 +20,7 @@ import torch
 
 from tests.conform import exact, given
 
+BESIDE = ("torch", "transformers", "trl", "deepspeed")
 DEFAULTS: dict[str, Any] = {
     "OBJECTIVES": tuple(name for name in given.OBJECTIVES if name != "rloo"),
     "DEFINITION": exact.Definition(),
@@ -81,7 +82,10 @@ def main(path: str, file: str, *objectives: str) -> None:
                     found = cell(adapter, objective, split, wanted, dtype)
                 cells.append({"objective": name, "split": split.name, "dtype": str(dtype)[6:], **found})
     if os.environ.get("RANK", "0") == "0":
-        about = {name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY", "REASONS")}
+        about: dict[str, Any] = {
+            name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY", "REASONS")
+        }
+        about["beside"] = [f"{name} {sys.modules[name].__version__}" for name in BESIDE if name in sys.modules]
         Path(file).write_text(json.dumps({**about, "cells": cells}))
 
 
