@@ -31,9 +31,8 @@ def worst(result: dict[str, Any], objective: str, several: bool = False) -> str:
 
 
 def dtype(result: dict[str, Any]) -> str:
-    """float64, unless a trainer refuses it everywhere."""
-    doubles = [cell for cell in result.get("cells", ()) if cell["dtype"] == "float64" and "error" in cell]
-    return "float64" if doubles else "float32"
+    """float64, unless a trainer has none."""
+    return min((cell["dtype"] for cell in result.get("cells", ())), key=("float64", "float32").index, default="float64")
 
 
 def of(result: dict[str, Any], objective: str, split: str = "") -> list[Cell]:
@@ -85,7 +84,7 @@ def details(result: dict[str, Any]) -> str:
     if dtype(result) == "float32":
         lines.append("- These are float32's numbers: it has no float64.")
     elif single:
-        lines.append(f"- float32: at most {max(single):.0e} where float64 is right.")
+        lines.append(f"- float32, {splits[0]}: at most {max(single):.0e} where float64 is right.")
     return "\n".join(lines)
 
 

@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "OBJECTIVES": tuple(name for name in given.OBJECTIVES if name != "rloo"),
     "DEFINITION": exact.Definition(),
     "SPLITS": given.SPLITS,
+    "DTYPE": torch.float64,  # of the policy; the first split runs in float32 too
     "IN_ONE_PROCESS": False,  # whether it computes what several processes do
     "REQUIRES": (),  # what `pip install --no-deps` brings
     "REASONS": {},  # why an objective, or "objective split", is wrong: a clause and the public issue
@@ -77,7 +78,7 @@ def main(path: str, file: str, *objectives: str) -> None:
         loss = functools.partial(exact.loss, objective, given.read(), policy, reference, adapter.DEFINITION)
         wanted = given.gradient_of(policy, loss)
         for split in splits:
-            for dtype in (torch.float64, torch.float32):
+            for dtype in dict.fromkeys((adapter.DTYPE, torch.float32) if split is splits[0] else (adapter.DTYPE,)):
                 with contextlib.redirect_stdout(sys.stderr):
                     found = cell(adapter, objective, split, wanted, dtype)
                 cells.append({"objective": name, "split": split.name, "dtype": str(dtype)[6:], **found})

@@ -53,6 +53,7 @@ REQUIRES = (
     *("deepspeed==0.19.8", "hjson==3.1.0", "py-cpuinfo==9.0.0", "ninja==1.13.2", "einops==0.8.2", "msgpack==1.2.4"),
     "peft==0.21.2",
 )
+DTYPE = torch.float32  # DeepSpeed does not reduce float64
 OBJECTIVES = "grpo", "dapo", "gspo", "grpo, KL", "dapo, KL", "dapo, entropy", "dapo, load balance"
 DEFINITION = exact.Definition(epsilon=1e-9)  # of the estimator `group_norm`
 SPLITS = tuple(split for split in given.SPLITS if split.rollouts == 1)  # steps of several rollouts were not measured
@@ -106,8 +107,6 @@ def experience(rows: list[Row], advantages: list[float], dtype: torch.dtype, ref
 
 
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
-    if policy.dtype == torch.float64:
-        raise Refused("DeepSpeed does not reduce float64")
     if len(rows) % (split.micro_batch * split.processes):
         raise Refused("the step is not divisible by the micro-batch")
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it

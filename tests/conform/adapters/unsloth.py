@@ -22,7 +22,7 @@ os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", f"{tempfile.gettempdir()}/unsl
 
 NAME, VERSION = "Unsloth", version("unsloth_zoo")
 ENTRY = (
-    "grpo_accumulated_loss, UnslothEfficientGRPO; the count of tokens and the mean over processes are written here; the "
+    "grpo_accumulated_loss, UnslothEfficientGRPO; the count of tokens and the mean over ranks are written here; the "
     "exact update has its bound of 10 on a token's KL"
 )
 REQUIRES = ("unsloth_zoo==2026.10.9",)
