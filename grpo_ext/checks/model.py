@@ -117,8 +117,8 @@ def split_dependence(model: nn.Module, neftune_noise_alpha: float | None) -> lis
     if parts:
         shown = "; ".join(parts[:3]) + (f"; and {len(parts) - 3} more" if len(parts) > 3 else "")
         reasons.append(
-            f"dropout is on ({shown}): its noise is drawn per micro-batch; set that rate to 0, or all rates, LoRA's "
-            "too, by disable_dropout=True"
+            f"dropout is on ({shown}): its noise is drawn per micro-batch; set that rate to 0, or "
+            "disable_dropout=True, which zeroes every rate, LoRA's too"
         )
     norms = [f"{path} ({type(m).__name__})" for path, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if norms:

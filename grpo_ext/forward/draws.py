@@ -23,8 +23,8 @@ def drawn_in(names: Sequence[str]) -> str:
     """The reason against modules that draw, as a sentence."""
     return (
         f"a training forward draws random numbers for its batch in {', '.join(names[:3])}; set that rate to 0 "
-        "(model_init_kwargs={'attention_dropout': 0.0}; attn_pdrop in GPT-2), or all rates, LoRA's too, by "
-        "disable_dropout=True; a rate that is written in the model's code has to be changed there"
+        "(model_init_kwargs={'attention_dropout': 0.0}; attn_pdrop in GPT-2), or set "
+        "disable_dropout=True, which zeroes every rate, LoRA's too; a rate in the model's code has to be changed there"
     )
 
 

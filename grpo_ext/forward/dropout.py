@@ -99,13 +99,13 @@ def _drop(name: str, strict: bool, below: Callable[..., Any], module: Any, input
     # an input is (B, L, C) or (B * L, C)
     if keys_BL is None or input.shape[:-1] not in (keys_BL.shape, keys_BL.flatten().shape):
         why = (
-            "runs on rows that are not those of a micro-batch, so its mask belongs to no completion; let a loss pass "
-            "on all rows in their order (with an advantage of 0 a row has no effect), run what computes no loss in "
-            "torch.no_grad(), and under FSDP use gradient_checkpointing=True instead of activation_checkpointing"
+            "runs on rows that are not those of a micro-batch, so its mask belongs to no completion; in a loss, pass on "
+            "all rows in their order (an advantage of 0 leaves a row out); run what computes no loss in "
+            "torch.no_grad(); under FSDP use gradient_checkpointing=True instead of activation_checkpointing"
         )
         if keys_BL is not None:
             why = f"gets an input {tuple(input.shape)} without an axis of the forward's tokens, to which masks belong"
-        reason = f"{name} (p={module.p:g}) {why}; a rate of 0, or disable_dropout=True for all rates, avoids this"
+        reason = f"{name} (p={module.p:g}) {why}. A rate of 0 avoids this, or disable_dropout=True for all rates"
         refuse_split_dependence([reason], allow=not strict)
         logger.warning_once(
             "Not every mask of dropout belongs to a token: allow_split_dependent=True leaves these to torch."

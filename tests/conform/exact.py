@@ -1,21 +1,22 @@
 """The exact loss of a step, by one loop over its tokens, from the papers; trainers are compared with its gradient.
 
-No padding, no batches, no packs, no masks: each completion runs alone, and each token adds one term.
+No padding, no batches, no packs, no masks: each completion runs alone, and each token adds one term. Only the loss is
+that of a paper: advantages are always those of GRPO (RLOO's have no deviation).
 
 | loss | paper |
 |---|---|
 | grpo | DeepSeekMath, arXiv 2402.03300, equation 3 |
-| bnpo | the same terms over the number of tokens; TRL's name |
-| dr_grpo | Understanding R1-Zero-Like Training, arXiv 2503.20783 |
+| bnpo | the same terms over the number of tokens of the step; TRL's is that of the local batch |
+| dr_grpo | the denominator of Understanding R1-Zero-Like Training, arXiv 2503.20783 |
 | dapo | DAPO, arXiv 2503.14476, equation 8 |
-| cispo | MiniMax-M1, arXiv 2506.13585, equation 4; only the upper bound, as in section 3.2 |
+| cispo | MiniMax-M1, arXiv 2506.13585, equation 4; only the upper bound |
 | sapo | Soft Adaptive Policy Optimization, arXiv 2511.20347 |
 | gspo | Group Sequence Policy Optimization, arXiv 2507.18071, equation 5 |
 | rloo | Back to Basics, arXiv 2402.14740, equation 8, with the clipped ratio of completions of TRL's RLOOTrainer |
 | luspo | Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261 |
 | vespo | Variational Sequence-Level Soft Policy Optimization, arXiv 2602.10693 |
 | KL | k3 of Schulman, times the ratio as in DeepSeek-V3.2, arXiv 2512.02556 |
-| load balance | Switch Transformers, arXiv 2101.03961, equation 4 |
+| load balance | Switch Transformers, arXiv 2101.03961, equation 4 as in transformers: top-k, all layers together |
 """
 
 import math
@@ -36,8 +37,7 @@ GAMMAS = (2.0, 3.0), (3.0, 2.0)  # VESPO's k and lambda, for advantages from 0 a
 class Definition:
     """Where trainers differ by definition, not by error."""
 
-    sample_deviation: bool = True  # of rewards: over n - 1, not n
-    epsilon: float = 1e-4  # added to the deviation
+    epsilon: float = 1e-4  # added to the deviation of a group's rewards
     trains_tools: bool = False  # has no mask for what tools write, so these tokens are trained
     most_kl: float = math.inf  # bound of a token's KL term, from which on it has no gradient
 
@@ -47,7 +47,7 @@ def advantages(rows: Sequence[Row], definition: Definition, leave_one_out: bool 
     for start in range(0, len(rows), GROUP):
         rewards = [row.reward for row in rows[start : start + GROUP]]
         mean = sum(rewards) / GROUP
-        deviation = (sum((reward - mean) ** 2 for reward in rewards) / (GROUP - definition.sample_deviation)) ** 0.5
+        deviation = (sum((reward - mean) ** 2 for reward in rewards) / (GROUP - 1)) ** 0.5
         for reward in rewards:
             if leave_one_out:
                 found.append(reward - (sum(rewards) - reward) / (GROUP - 1))
@@ -56,7 +56,11 @@ def advantages(rows: Sequence[Row], definition: Definition, leave_one_out: bool 
     return found
 
 
-def term(loss: str, ratio: Any, logp: Any, advantage: float, log_ratio_of_all: Any) -> Any:
+def clipped(ratio: torch.Tensor, advantage: float) -> torch.Tensor:
+    return torch.minimum(ratio * advantage, ratio.clamp(LOW, HIGH) * advantage)
+
+
+def term(loss: str, ratio: Any, logp: Any, advantage: float, log_ratio_of_row: Any) -> Any:
     """What a token adds to the objective, which is maximised."""
     if loss == "cispo":
         return ratio.detach().clamp(max=HIGH) * advantage * logp
@@ -65,9 +69,9 @@ def term(loss: str, ratio: Any, logp: Any, advantage: float, log_ratio_of_all: A
         return torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
     if loss == "vespo":
         k, rate = GAMMAS[advantage < 0]
-        weight = torch.exp(rate + k * log_ratio_of_all - rate * torch.exp(log_ratio_of_all)).detach()
+        weight = torch.exp(rate + k * log_ratio_of_row - rate * torch.exp(log_ratio_of_row)).detach()
         return weight * advantage * logp
-    return torch.minimum(ratio * advantage, ratio.clamp(LOW, HIGH) * advantage)
+    return clipped(ratio, advantage)
 
 
 def loss(
@@ -82,27 +86,30 @@ def loss(
     for row, advantage in zip(rows, advantages(rows, definition, objective.loss == "rloo"), strict=True):
         logps_TV = scores(policy, row)
         logps = [logps_TV[place, word] for place, word in enumerate(row.ids)]
-        theirs = log_probs(reference, row).detach() if objective.kl else ()
         counted = [place for place in range(len(row.ids)) if row.trained[place] or definition.trains_tools]
         if objective.without_cut_off and row.cut_off:
             counted = []
         log_ratios = {place: logps[place] - row.sampler_logps[place] for place in counted}
-        of_all = sum(log_ratios.values(), torch.zeros(()))
-        of_row = term("rloo", of_all.exp(), None, advantage, None) if objective.loss == "rloo" else torch.zeros(())
-        for place in counted if objective.loss != "rloo" else ():
-            log_ratio = of_all / len(counted) if objective.sequence else log_ratios[place]
-            of_row = of_row + term(objective.loss, log_ratio.exp(), logps[place], advantage, of_all.detach())
+        log_ratio_of_row = sum(log_ratios.values(), torch.zeros(()))
+        tokens += len(counted)
+        if objective.loss == "rloo":
+            of_rows.append(clipped(log_ratio_of_row.exp(), advantage))
+            continue
+        reference_logps = log_probs(reference, row).detach() if objective.kl else ()
+        of_row = torch.zeros(())
+        for place in counted:
+            log_ratio = log_ratio_of_row / len(counted) if objective.sequence else log_ratios[place]
+            of_row = of_row + term(objective.loss, log_ratio.exp(), logps[place], advantage, log_ratio_of_row.detach())
             if objective.kl:
-                apart = theirs[place] - logps[place]
-                k3 = apart.exp() - apart - 1
+                to_reference = reference_logps[place] - logps[place]
+                k3 = to_reference.exp() - to_reference - 1
                 of_row = of_row - objective.kl * (k3 * log_ratios[place].exp()).clamp(max=definition.most_kl)
             entropy = entropy - (logps_TV[place].exp() * logps_TV[place]).sum()
         if objective.loss in ("grpo", "sapo"):
             of_row = of_row / max(len(counted), 1)
         of_rows.append(of_row)
-        tokens += len(counted)
-    over = {"grpo": len(rows), "sapo": len(rows), "luspo": len(rows), "rloo": len(rows), "dr_grpo": len(rows) * MOST}
-    total = -sum(of_rows, torch.zeros(())) / over.get(objective.loss, tokens)
+    counts = {"grpo": len(rows), "sapo": len(rows), "luspo": len(rows), "rloo": len(rows), "dr_grpo": len(rows) * MOST}
+    total = -sum(of_rows, torch.zeros(())) / counts.get(objective.loss, tokens)
     total = total - objective.entropy * entropy / tokens
     return total + objective.router * load_balance(rows, policy) if objective.router else total
 

@@ -1,10 +1,9 @@
 """The rollouts that every trainer gets, and the models whose gradient is compared.
 
-`rollouts.json` has 16 completions of 4 prompts, ragged: a group whose rewards are equal, a group with tokens of a tool,
-a completion that was cut off. `python -m tests.conform.given` writes it again.
+`rollouts.json` has 16 ragged completions of 4 prompts, drawn at random: a group whose rewards are equal, a group with
+tokens of a tool, a completion that was cut off.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 FILE = Path(__file__).with_name("rollouts.json")
 GROUP, MOST = 4, 12  # completions of a prompt; tokens of a completion (`max_completion_length`)
-PAD, END, WORDS = 0, 1, 40
+PAD, END = 0, 1
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
     **{"num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": PAD, "eos_token_id": END},
@@ -135,31 +134,3 @@ def gradient_of(policy: Any, *losses: Callable[[], torch.Tensor]) -> Gradient:
 def padded(rows: Sequence[Sequence[float]], width: int = MOST, **options: Any) -> torch.Tensor:
     """Numbers of rows as a tensor (B, width) with zeros on the right."""
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], **options)
-
-
-def write() -> None:
-    numbers = np.random.default_rng(7)
-    rewards = [[1.0, 0.0, 0.0, 0.25], [0.5] * GROUP, [0.0, 1.0, 1.0, 0.0], [1.0, 0.75, 0.0, 0.0]]
-    rows = []
-    for group, of_group in enumerate(rewards):
-        prompt = numbers.integers(3, WORDS, size=3 + group).tolist()
-        for member, reward in enumerate(of_group):
-            length = MOST if (group, member) == (3, 1) else int(numbers.integers(2, MOST))
-            ids = numbers.integers(3, WORDS, size=length).tolist()
-            if (group, member) != (3, 1):
-                ids[-1] = END
-            tool = range(length // 3, length // 3 + 3) if group == 2 and length > 5 else ()
-            trained = [int(place not in tool) for place in range(length)]
-            rows.append(Row(prompt, ids, trained, [], reward))
-    policy = model(OBJECTIVES["grpo"], torch.float32)
-    for number, row in enumerate(rows):
-        noise = numbers.normal(0.0, 0.25, len(row.ids))
-        found = log_probs(policy, row).tolist()
-        logps = [round(a + b, 6) for a, b in zip(found, noise, strict=True)]
-        rows[number] = dataclasses.replace(row, sampler_logps=logps)
-    lines = ",\n".join(json.dumps(dataclasses.asdict(row)) for row in rows)
-    FILE.write_text(f"[\n{lines}\n]\n")
-
-
-if __name__ == "__main__":
-    write()

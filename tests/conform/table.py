@@ -9,27 +9,30 @@ MARK = "<!-- written by make conform -->"
 Cell = dict[str, Any]
 
 
-def shown(cell: Cell | None) -> str:
+BY_DEFINITION = "by definition"  # reasons that begin so are no errors
+
+
+def shown(result: dict[str, Any], cell: Cell | None) -> str:
+    """An error in bold, if it is one; a dash where there is no update."""
     if cell is None:
         return ""
-    if "refused" in cell:
-        return "refused"
-    if "failed" in cell:
-        return "not run"
-    error = cell["error"]
-    return f"{error:.0e}".replace("e-0", "e-") if error < RIGHT else f"**{error:.2g}**"
+    if "error" not in cell:
+        return "\N{EN DASH}"
+    why = reason(result, cell)
+    number = f"{cell['error']:.0e}".replace("e-0", "e-") if why is None else f"{cell['error']:.2g}"
+    return number if why is None or why.startswith(BY_DEFINITION) else f"**{number}**"
 
 
-def worst(cells: Sequence[Cell]) -> str:
-    """The largest error of an objective over the splits that a trainer accepts."""
+def worst(result: dict[str, Any], objective: str, several: bool = False) -> str:
+    """The largest error of an objective over the splits that a trainer accepts; of several rollouts, or of one."""
+    cells = [cell for cell in of(result, objective) if ("rollouts" in cell["split"]) == several]
     errors = [cell for cell in cells if "error" in cell]
-    return shown(max(errors, key=lambda cell: cell["error"]) if errors else next(iter(cells), None))
+    return shown(result, max(errors, key=lambda cell: cell["error"]) if errors else next(iter(cells), None))
 
 
 def dtype(result: dict[str, Any]) -> str:
-    """float64, unless a trainer refuses it everywhere."""
-    doubles = [cell for cell in result.get("cells", ()) if cell["dtype"] == "float64" and "error" in cell]
-    return "float64" if doubles else "float32"
+    """float64, unless a trainer has none."""
+    return min((cell["dtype"] for cell in result.get("cells", ())), key=("float64", "float32").index, default="float64")
 
 
 def of(result: dict[str, Any], objective: str, split: str = "") -> list[Cell]:
@@ -51,10 +54,13 @@ def title(result: dict[str, Any]) -> str:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    """A row for each objective, a column for each trainer."""
+    """A row for each objective, a column for each trainer; steps of several rollouts have rows of their own."""
     lines = [row("objective", *map(title, results)), "|---" * (len(results) + 1) + "|"]
     for objective in names(results, "objective"):
-        lines.append(row(objective, *(worst(of(result, objective)) for result in results)))
+        lines.append(row(objective, *(worst(result, objective) for result in results)))
+    for objective in ("grpo", "dapo"):
+        name = f"{objective}, a step of 2 rollouts"
+        lines.append(row(name, *(worst(result, objective, several=True) for result in results)))
     return "\n".join(lines)
 
 
@@ -64,26 +70,27 @@ def details(result: dict[str, Any]) -> str:
     if "failed" in result:
         return "\n".join([*lines, f"Not run: {result['failed']}."])
     splits, objectives = names([result], "split"), names([result], "objective")
-    lines += [f"`{result['entry']}`", "", row("objective", *splits), "|---" * (len(splits) + 1) + "|"]
+    beside = f" Beside {', '.join(result['beside'])}." if "beside" in result else ""
+    lines += [f"`{result['entry']}`{beside}", "", row("objective", *splits), "|---" * (len(splits) + 1) + "|"]
     for objective in objectives:
         cells = [of(result, objective, split=split) for split in splits]
-        lines.append(row(objective, *(shown(found[0]) if found else "" for found in cells)))
+        lines.append(row(objective, *(shown(result, next(iter(found), None)) for found in cells)))
     reasons = dict[str, list[str]]()
     for cell in (one for one in result["cells"] if one["dtype"] == dtype(result)):
         if why := reason(result, cell):
-            reasons.setdefault(why, []).append(cell["objective"])
+            reasons.setdefault(why, []).append(cell["objective"] if "error" in cell else "\N{EN DASH}")
     lines += [""] + [f"- {', '.join(dict.fromkeys(where))}: {why}." for why, where in reasons.items()]
     single = [c["error"] for c in result["cells"] if c["dtype"] == "float32" and c.get("error", 1) < RIGHT]
     if dtype(result) == "float32":
         lines.append("- These are float32's numbers: it has no float64.")
     elif single:
-        lines.append(f"- float32: at most {max(single):.0e} where float64 is right.")
+        lines.append(f"- float32, {splits[0]}: at most {max(single):.0e} where float64 is right.")
     return "\n".join(lines)
 
 
 def reason(result: dict[str, Any], cell: Cell) -> str | None:
-    if "refused" in cell or "failed" in cell:
-        return f"not run: {cell.get('refused', cell.get('failed'))}"
+    if "error" not in cell:
+        return str(cell.get("refused", cell.get("failed")))
     if cell["error"] < RIGHT:
         return None
     reasons = result.get("reasons", {})

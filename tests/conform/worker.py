@@ -1,4 +1,4 @@
-"""Runs an adapter in its environment and writes how far its updates are from the exact one, as JSON lines.
+"""Runs an adapter in its environment and writes how far its updates are from the exact one, as JSON.
 
     python -m tests.conform.worker ADAPTER FILE [OBJECTIVE ...]
 
@@ -20,11 +20,12 @@ import torch
 
 from tests.conform import exact, given
 
+BESIDE = ("torch", "transformers", "trl", "deepspeed")
 DEFAULTS: dict[str, Any] = {
     "OBJECTIVES": tuple(name for name in given.OBJECTIVES if name != "rloo"),
     "DEFINITION": exact.Definition(),
     "SPLITS": given.SPLITS,
-    "LOSS": None,  # (objective, rows, policy, reference): the exact loss of a trainer with none of the given objectives
+    "DTYPE": torch.float64,  # of the policy; the first split runs in float32 too
     "IN_ONE_PROCESS": False,  # whether it computes what several processes do
     "REQUIRES": (),  # what `pip install --no-deps` brings
     "REASONS": {},  # why an objective, or "objective split", is wrong: a clause and the public issue
@@ -62,6 +63,8 @@ def cell(adapter: Any, objective: given.Objective, split: given.Split, wanted: g
         return {"refused": str(reason)}
     except Exception as failure:
         traceback.print_exc()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise  # other processes may wait for this one
         return {"failed": f"{type(failure).__name__}: {failure}".splitlines()[0][:200]}
 
 
@@ -72,16 +75,18 @@ def main(path: str, file: str, *objectives: str) -> None:
     for name in objectives or adapter.OBJECTIVES:
         objective = given.OBJECTIVES[name]
         policy, reference = (given.model(objective, torch.float64, seed) for seed in (0, 1))
-        exact_loss = adapter.LOSS or functools.partial(exact.loss, definition=adapter.DEFINITION)
-        loss = functools.partial(exact_loss, objective, given.read(), policy, reference)
+        loss = functools.partial(exact.loss, objective, given.read(), policy, reference, adapter.DEFINITION)
         wanted = given.gradient_of(policy, loss)
         for split in splits:
-            for dtype in (torch.float64, torch.float32):
+            for dtype in dict.fromkeys((adapter.DTYPE, torch.float32) if split is splits[0] else (adapter.DTYPE,)):
                 with contextlib.redirect_stdout(sys.stderr):
                     found = cell(adapter, objective, split, wanted, dtype)
                 cells.append({"objective": name, "split": split.name, "dtype": str(dtype)[6:], **found})
     if os.environ.get("RANK", "0") == "0":
-        about = {name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY", "REASONS")}
+        about: dict[str, Any] = {
+            name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY", "REASONS")
+        }
+        about["beside"] = [f"{name} {sys.modules[name].__version__}" for name in BESIDE if name in sys.modules]
         Path(file).write_text(json.dumps({**about, "cells": cells}))
 
 

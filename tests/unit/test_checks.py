@@ -80,7 +80,7 @@ def test_all_split_dependent_parts_are_reported_together():
         refuse_split_dependence(split_dependence(model, 3.0), allow=False)
     for part in (
         "drop (Dropout1d): p=0.25",
-        "by disable_dropout=True",
+        "disable_dropout=True, which zeroes every rate",
         "batch normalisation (inner.1 (SyncBatchNorm), 1 in all",
         "neftune_noise_alpha=3.0 adds noise per micro-batch; remove it",
         "allow_split_dependent=True",

@@ -15,7 +15,7 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
     with tempfile.TemporaryDirectory() as folder:
         args = grpo_ext.GRPOConfig(
             f"{folder}/run",
-            **trl.settings(objective, split),
+            **trl.settings(objective),
             per_device_train_batch_size=split.micro_batch,
             global_batch_size=trl.STEP,
         )

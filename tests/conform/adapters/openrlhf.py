@@ -53,12 +53,13 @@ REQUIRES = (
     *("deepspeed==0.19.8", "hjson==3.1.0", "py-cpuinfo==9.0.0", "ninja==1.13.2", "einops==0.8.2", "msgpack==1.2.4"),
     "peft==0.21.2",
 )
-OBJECTIVES = "grpo", "bnpo", "dapo", "gspo", "grpo, KL", "dapo, KL", "dapo, entropy", "dapo, load balance"
+DTYPE = torch.float32  # DeepSpeed does not reduce float64
+OBJECTIVES = "grpo", "dapo", "gspo", "grpo, KL", "dapo, KL", "dapo, entropy", "dapo, load balance"
 DEFINITION = exact.Definition(epsilon=1e-9)  # of the estimator `group_norm`
-SPLITS = tuple(split for split in given.SPLITS if split.rollouts == 1)  # a step is of one rollout at most
+SPLITS = tuple(split for split in given.SPLITS if split.rollouts == 1)  # steps of several rollouts were not measured
 REASONS = {
-    "grpo, KL": "the KL is a mean over tokens whatever `loss_agg_mode` says",
-    "dapo, load balance": "the loss of each micro-batch, as in transformers, not of the step; arXiv 2501.11873",
+    "grpo, KL": "by definition: `loss_agg_mode` is the policy loss's alone, the KL is a mean over the step's tokens",
+    "dapo, load balance": "the loss of each micro-batch, as in transformers; arXiv 2501.11873",
 }
 
 
@@ -106,8 +107,6 @@ def experience(rows: list[Row], advantages: list[float], dtype: torch.dtype, ref
 
 
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
-    if policy.dtype == torch.float64:
-        raise Refused("DeepSpeed does not reduce float64")
     if len(rows) % (split.micro_batch * split.processes):
         raise Refused("the step is not divisible by the micro-batch")
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it

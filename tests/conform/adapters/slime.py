@@ -19,7 +19,10 @@ from tests.conform import exact
 from tests.conform.given import Gradient, Objective, Refused, Row, Split, gradient_of, log_probs
 
 NAME, VERSION = "slime", "0.3.1, commit 624b824a of 2026-08-21"
-ENTRY = "loss_function, build_dp_schedule; --calculate-per-token-loss, --use-rollout-logprobs, --use-unbiased-kl"
+ENTRY = (
+    "loss_function, build_dp_schedule, Megatron's division written here; --calculate-per-token-loss but for grpo, "
+    "--use-rollout-logprobs, --use-unbiased-kl, --kl-loss-type k3, --eps-clip 1 for cispo"
+)
 REQUIRES = ("slime @ git+https://github.com/THUDM/slime@624b824a898ab0ec1fcb4d373004c7f3852bf515",)
 OBJECTIVES = (
     *("grpo", "dapo", "cispo", "gspo", "dapo, without what was cut off", "grpo, without what was cut off"),
@@ -28,8 +31,8 @@ OBJECTIVES = (
 DEFINITION = exact.Definition(epsilon=1e-6)
 IN_ONE_PROCESS = True
 REASONS = {
-    "dapo, without what was cut off": "a completion without trained tokens counts as one token; "
-    "reported for Miles, miles#2796"
+    "dapo, without what was cut off": "a removed completion counts as one token (the update is 89/90 of the exact "
+    "one); an open pull request mends the same line in a fork, radixark/miles#2796"
 }
 MPU: dict[str, Any] = {
     "get_tensor_model_parallel_group": None,

@@ -14,11 +14,11 @@ from tests.conform.given import GROUP, MOST, Gradient, Objective, Refused, Row, 
 from tests.support.tiny import tiny_tokenizer
 
 NAME, VERSION, ENTRY = "TRL", version("trl"), "GRPOTrainer.train"
-_WINDOWS = "the mean of the token means of the two rollouts, not that of the step; trl#6024 scales them alike"
+_WINDOWS = "each rollout is divided by its own tokens, then the two are averaged; trl#6024 mended the scale"
 REASONS = {
-    "bnpo": "the mean over the tokens of each micro-batch, as TRL documents it; trl#3231",
-    "dapo, entropy": "the entropy is a mean over the tokens of each micro-batch",
-    "dapo, load balance": "the loss of each micro-batch, as in transformers, not of the step; arXiv 2501.11873",
+    "bnpo": "by definition: TRL documents a mean over the local batch",
+    "dapo, entropy": "the entropy is a mean over each micro-batch, which a comment in TRL's source says",
+    "dapo, load balance": "the loss of each micro-batch, as in transformers; arXiv 2501.11873",
     **{
         f"{name} 1 x 4, 2 rollouts": _WINDOWS
         for name in (
@@ -30,7 +30,7 @@ REASONS = {
 STEP = 16  # completions
 
 
-def settings(objective: Objective, split: Split) -> dict[str, Any]:
+def settings(objective: Objective) -> dict[str, Any]:
     """Those of `trl.GRPOConfig` for an objective."""
     return {
         **{"num_generations": GROUP, "max_completion_length": MOST, "loss_type": objective.loss},
@@ -90,6 +90,7 @@ def update(trainer_class: Any, args: Any, rows: list[Row], policy: Any, referenc
 
     with tempfile.TemporaryDirectory() as folder:
         # where TRL loads a reference from, on every process; `save_pretrained` writes on the first
+        policy.config.architectures = [type(policy).__name__]
         policy.config.save_pretrained(folder)
         save_file(policy.state_dict(), f"{folder}/model.safetensors", {"format": "pt"})
         policy.config._name_or_path = folder
@@ -110,5 +111,5 @@ def update(trainer_class: Any, args: Any, rows: list[Row], policy: Any, referenc
 
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
     with tempfile.TemporaryDirectory() as folder:
-        args = trl.GRPOConfig(folder, **settings(objective, split), **sizes(split))
+        args = trl.GRPOConfig(folder, **settings(objective), **sizes(split))
         return update(with_old_logps(trl.GRPOTrainer), args, rows, policy, reference)

@@ -15,12 +15,12 @@ from tests.conform import exact
 from tests.conform.adapters import trl as grpo
 from tests.conform.given import GROUP, SPLITS, Gradient, Objective, Row, Split, gradient_of
 
-NAME, VERSION = "TRL, asynchronous", grpo.VERSION
+NAME, VERSION = "TRL, asynchronous (loss only)", grpo.VERSION
 ENTRY = "AsyncGRPOTrainer.compute_loss, FixedCountBatcher, DataCollatorForRollout"
 OBJECTIVES = ("dapo",)
 IN_ONE_PROCESS = True
 SPLITS = tuple(split for split in SPLITS if split.rollouts == 1)
-REASONS = {"dapo": "divides by the tokens of each micro-batch, then by their number; trl#7206"}
+REASONS = {"dapo": "a mean over each micro-batch, then over their number; trl#7206, open"}
 
 
 def sample(row: Row, number: int, advantage: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Stock TRL's RLOO trainer. It has no mask for what tools write, so these tokens are trained here."""
+"""Stock TRL's RLOO trainer. It has no tools, so here every token counts as sampled."""
 
 import tempfile
 from typing import Any
@@ -34,7 +34,7 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
             output["old_logps"] = logps.sum(1)
             return output
 
-    settings = {name: value for name, value in grpo.settings(objective, split).items() if name not in OTHERS}
+    settings = {name: value for name, value in grpo.settings(objective).items() if name not in OTHERS}
     with tempfile.TemporaryDirectory() as folder:
         args = trl.RLOOConfig(folder, **settings, **grpo.sizes(split))
         return grpo.update(Given, args, rows, policy, reference)

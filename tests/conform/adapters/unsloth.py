@@ -20,16 +20,19 @@ from tests.conform.given import GROUP, MOST, PAD, Gradient, Objective, Row, Spli
 os.environ.update(UNSLOTH_ZOO_DISABLE_GPU_INIT="1", UNSLOTH_COMPILE_DISABLE="1")
 os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", f"{tempfile.gettempdir()}/unsloth_compiled_cache")
 
-NAME, VERSION = "Unsloth", f"unsloth_zoo {version('unsloth_zoo')}"
-ENTRY = "grpo_accumulated_loss, UnslothEfficientGRPO"
+NAME, VERSION = "Unsloth", version("unsloth_zoo")
+ENTRY = (
+    "grpo_accumulated_loss, UnslothEfficientGRPO; the count of tokens and the mean over ranks are written here; the "
+    "exact update has its bound of 10 on a token's KL"
+)
 REQUIRES = ("unsloth_zoo==2026.10.9",)
 OBJECTIVES = tuple(name for name in given.OBJECTIVES if name not in ("rloo", "dapo, load balance"))
 IN_ONE_PROCESS = True
-_WINDOWS = "the mean of the token means of the two rollouts, not that of the step, as in TRL"
+_WINDOWS = "each rollout is divided by its own tokens, then the two are averaged, as in TRL"
 DEFINITION = exact.Definition(most_kl=10.0)
 REASONS = {
-    "bnpo": "the mean over the tokens of each micro-batch, as TRL documents it; trl#3231",
-    "dapo, entropy": "the entropy is a mean over the tokens of each micro-batch, as in TRL",
+    "bnpo": "by definition: a mean over the local batch, as TRL documents",
+    "dapo, entropy": "the entropy is a mean over each micro-batch, as in TRL",
     **{f"{name} 1 x 4, 2 rollouts": _WINDOWS for name in OBJECTIVES if name.startswith(("dapo", "cispo", "vespo"))},
 }
 

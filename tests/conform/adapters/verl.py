@@ -36,7 +36,11 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # no
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 from verl.workers.utils.padding import left_right_2_no_padding  # noqa: E402
 
-NAME, VERSION, ENTRY = "verl", version("verl"), "FSDPEngineWithLMHead.forward_backward_batch, ppo_loss"
+NAME, VERSION = "verl", version("verl")
+ENTRY = (
+    "FSDPEngineWithLMHead.forward_backward_batch, ppo_loss; clip_ratio_low=1 for cispo, luspo is gspo with "
+    "seq-mean-token-sum"
+)
 REQUIRES = (
     *("verl==0.9.1", "tensordict==0.10.0", "pyvers==0.2.3", "orjson==3.13.0", "ray==2.60.0", "codetiming==1.4.0"),
     *("torchdata==0.11.0", "hydra-core==1.3.8", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3", "peft==0.21.2"),
@@ -46,7 +50,7 @@ REQUIRES = (
 DEFINITION = Definition(epsilon=1e-6)
 MODES = {  # `loss_mode` and `loss_agg_mode`
     "grpo": ("vanilla", "seq-mean-token-mean"),
-    **dict.fromkeys(("bnpo", "dapo"), ("vanilla", "token-mean")),
+    "dapo": ("vanilla", "token-mean"),
     **{"dr_grpo": ("vanilla", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean")},
     **{"sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("gspo", "seq-mean-token-sum")},
     **{"gspo": ("gspo", "seq-mean-token-mean"), "dapo, entropy": ("vanilla", "token-mean")},
