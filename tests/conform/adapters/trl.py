@@ -23,7 +23,7 @@ REASONS = {
         f"{name} 1 x 4, 2 rollouts": _WINDOWS
         for name in (
             *("dapo", "cispo", "vespo", "dapo, KL", "dapo, entropy", "dapo, load balance"),
-            "dapo, without what was cut off",
+            "dapo, truncated masked",
         )
     },
 }
