@@ -11,12 +11,14 @@ import ast
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.conform.given import OBJECTIVES
 from tests.conform.table import page, table
 from tests.support.launch import environment
 
@@ -67,7 +69,7 @@ def run(adapter: Path, processes: int, path: str, objectives: Sequence[str]) -> 
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(arguments, env=env, stdout=output, stderr=output, cwd=ROOT, timeout=PATIENCE_S)
     if not file.exists():
-        errors = [line for line in log.read_text().splitlines() if "Error" in line]
+        errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)", log.read_text(), re.MULTILINE)
         return {"name": adapter.stem, "failed": (errors or ["it ended without a result"])[0][:200], "log": str(log)}
     return dict(json.loads(file.read_text()))
 
@@ -91,14 +93,20 @@ def results(adapter: Path, objectives: Sequence[str] = ()) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make conform", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("adapters", nargs="*", type=Path, help="files of adapters; all that are known, if left out")
-    parser.add_argument("--objective", action="append", default=[], help="one of them alone; may be repeated")
+    parser.add_argument(
+        "--objective", action="append", default=[], choices=OBJECTIVES, help="one alone; may be repeated"
+    )
     arguments = parser.parse_args()
+    for adapter in arguments.adapters:
+        if not adapter.is_file():
+            parser.error(f"there is no file {adapter}")
     found = []
     for adapter in arguments.adapters or [ADAPTERS / f"{name}.py" for name in ALL]:
         print(f"{adapter.stem} ...", file=sys.stderr, flush=True)
         found.append(results(adapter, arguments.objective))
     if arguments.adapters or arguments.objective:
         print(table(found))
+        sys.exit(any("failed" in result for result in found))
     else:
         found += NOT_RUN
         (INSTALLED / "results.json").write_text(json.dumps(found, indent=1))

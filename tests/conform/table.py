@@ -101,7 +101,8 @@ def reason(result: dict[str, Any], cell: Cell) -> str | None:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    return "\n\n".join([summary(results), *map(details, results)])
+    parts = [summary(results)] if any("cells" in result for result in results) else []
+    return "\n\n".join([*parts, *map(details, results)])
 
 
 def page(text: str, results: Sequence[dict[str, Any]]) -> str:
