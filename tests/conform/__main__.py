@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench.figures import write_conform_plot
 from tests.conform.given import OBJECTIVES
 from tests.conform.table import page, table
 from tests.support.launch import environment
@@ -25,6 +26,7 @@ from tests.support.launch import environment
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "tests" / "conform" / "adapters"
 INSTALLED, PAGE = ROOT / ".conform", ROOT / "docs" / "conform.md"
+FIGURE = ROOT / "recipes" / "figures" / "conform.svg"
 ALL = ("grpo_ext", "trl", "trl_rloo", "trl_async", "verl", "openrlhf", "slime", "unsloth")
 NOT_RUN = (
     {"name": "TRL 1.15.0", "failed": "its log-probabilities are a Triton kernel without a CPU path"},
@@ -111,7 +113,8 @@ def main() -> None:
         found += NOT_RUN
         (INSTALLED / "results.json").write_text(json.dumps(found, indent=1))
         PAGE.write_text(page(PAGE.read_text(), found))
-        print(f"Wrote {PAGE.relative_to(ROOT)}")
+        write_conform_plot(found, FIGURE)
+        print(f"Wrote {PAGE.relative_to(ROOT)} and {FIGURE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
