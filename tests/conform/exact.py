@@ -99,7 +99,9 @@ def loss(
             continue
         reference_logps = log_probs(reference, row).detach() if objective.kl else ()
         of_row = torch.zeros(())
-        for place in counted if lowest is None else [t for t in counted if float(entropies(logps_TV[t])) >= lowest]:
+        for place in counted:
+            if lowest is not None and float(entropies(logps_TV[place])) < lowest:
+                continue  # no policy term; the token still counts
             log_ratio = log_ratio_of_row / len(counted) if objective.sequence else log_ratios[place]
             of_row = of_row + term(objective.loss, log_ratio.exp(), logps[place], advantage, log_ratio_of_row.detach())
             if objective.kl:
