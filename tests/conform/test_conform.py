@@ -139,7 +139,7 @@ def test_the_page_keeps_what_is_written_by_hand():
 def test_rows_of_this_package_and_of_stock_trl():
     """On one and two processes; the cells where stock TRL is right, and where it is not."""
     ours, stock = (results(ADAPTERS / f"{name}.py") for name in ("grpo_ext", "trl"))
-    assert len(ours["cells"]) == 17 * (6 + 2)  # the first split of each launch also in float32
+    assert len(ours["cells"]) == len(DEFAULTS["OBJECTIVES"]) * (6 + 2)  # the first split of each launch also in float32
     assert max(one["error"] for one in ours["cells"]) < RIGHT
     errors = {(one["objective"], one["split"]): one.get("error") for one in stock["cells"] if one["dtype"] == "float64"}
     assert {objective for (objective, split), found in errors.items() if split == "1 x 16" and found < RIGHT} == (
