@@ -9,7 +9,7 @@ MARK = "<!-- written by make conform -->"
 Cell = dict[str, Any]
 
 
-BY_DEFINITION = "by definition"  # reasons that begin so are no errors
+BY_DEFINITION = "by definition"  # reasons that begin so are not errors
 
 
 def shown(result: dict[str, Any], cell: Cell | None) -> str:
