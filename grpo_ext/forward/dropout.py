@@ -99,8 +99,8 @@ def _drop(name: str, strict: bool, below: Callable[..., Any], module: Any, input
     # an input is (B, L, C) or (B * L, C)
     if keys_BL is None or input.shape[:-1] not in (keys_BL.shape, keys_BL.flatten().shape):
         why = (
-            "runs on rows that are not those of a micro-batch, so its mask belongs to no completion; in a loss, pass on "
-            "all rows in their order (an advantage of 0 leaves a row out); run what computes no loss in "
+            "runs on rows that are not those of a micro-batch, so its mask belongs to no completion; in a loss, pass "
+            "on all rows in their order (an advantage of 0 leaves a row out); run what computes no loss in "
             "torch.no_grad(); under FSDP use gradient_checkpointing=True instead of activation_checkpointing"
         )
         if keys_BL is not None:

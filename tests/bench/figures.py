@@ -1,8 +1,7 @@
 """The README's figures.
 
 `python -m tests.bench.figures check CHECK.json FILE` draws a file of `grpo-ext check --json`, and
-`python -m tests.bench.figures held_out FILE RUN...` folders of demo runs that ended, and `conform RESULTS.json FILE`
-what `make conform` measured of this package and of stock TRL.
+`python -m tests.bench.figures held_out FILE RUN...` folders of demo runs that ended. `make conform` draws its own.
 """
 
 import json
@@ -101,7 +100,5 @@ if __name__ == "__main__":
     first, *others = (Path(file) for file in files)
     if kind == "check":
         write_check_plot(json.loads(first.read_text()), *others)
-    elif kind == "conform":
-        write_conform_plot(json.loads(first.read_text()), *others)
     else:
         write_held_out_plot(others, first)

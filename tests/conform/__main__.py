@@ -11,20 +11,27 @@ import ast
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.bench.figures import write_conform_plot
+from tests.conform.given import OBJECTIVES
 from tests.conform.table import page, table
 from tests.support.launch import environment
 
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "tests" / "conform" / "adapters"
 INSTALLED, PAGE = ROOT / ".conform", ROOT / "docs" / "conform.md"
-ALL = ("grpo_ext", "trl", "trl_1_15", "trl_rloo", "trl_async", "verl", "openrlhf", "slime", "unsloth")
-NOT_RUN = {"name": "prime-rl", "failed": "`train` counts the tokens that its `compute_loss` divides by, and needs GPUs"}
+FIGURE = ROOT / "recipes" / "figures" / "conform.svg"
+ALL = ("grpo_ext", "trl", "trl_rloo", "trl_async", "verl", "openrlhf", "slime", "unsloth")
+NOT_RUN = (
+    {"name": "TRL 1.15.0", "failed": "its log-probabilities are a Triton kernel without a CPU path"},
+    {"name": "prime-rl", "failed": "`train` counts the tokens that its `compute_loss` divides by, and needs GPUs"},
+)
 PATIENCE_S = 3600.0  # one that hangs ends then
 
 
@@ -64,7 +71,7 @@ def run(adapter: Path, processes: int, path: str, objectives: Sequence[str]) -> 
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(arguments, env=env, stdout=output, stderr=output, cwd=ROOT, timeout=PATIENCE_S)
     if not file.exists():
-        errors = [line for line in log.read_text().splitlines() if "Error" in line]
+        errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)", log.read_text(), re.MULTILINE)
         return {"name": adapter.stem, "failed": (errors or ["it ended without a result"])[0][:200], "log": str(log)}
     return dict(json.loads(file.read_text()))
 
@@ -88,19 +95,26 @@ def results(adapter: Path, objectives: Sequence[str] = ()) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make conform", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("adapters", nargs="*", type=Path, help="files of adapters; all that are known, if left out")
-    parser.add_argument("--objective", action="append", default=[], help="one of them alone; may be repeated")
+    parser.add_argument(
+        "--objective", action="append", default=[], choices=OBJECTIVES, help="one alone; may be repeated"
+    )
     arguments = parser.parse_args()
+    for adapter in arguments.adapters:
+        if not adapter.is_file():
+            parser.error(f"there is no file {adapter}")
     found = []
     for adapter in arguments.adapters or [ADAPTERS / f"{name}.py" for name in ALL]:
         print(f"{adapter.stem} ...", file=sys.stderr, flush=True)
         found.append(results(adapter, arguments.objective))
     if arguments.adapters or arguments.objective:
         print(table(found))
+        sys.exit(any("failed" in result for result in found))
     else:
-        found.append(NOT_RUN)
+        found += NOT_RUN
         (INSTALLED / "results.json").write_text(json.dumps(found, indent=1))
         PAGE.write_text(page(PAGE.read_text(), found))
-        print(f"Wrote {PAGE.relative_to(ROOT)}")
+        write_conform_plot(found, FIGURE)
+        print(f"Wrote {PAGE.relative_to(ROOT)} and {FIGURE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ that of a paper: advantages are always those of GRPO (RLOO's have no deviation).
 | rloo | Back to Basics, arXiv 2402.14740, equation 8, with the clipped ratio of completions of TRL's RLOOTrainer |
 | luspo | Length-Unbiased Sequence Policy Optimization, arXiv 2602.05261 |
 | vespo | Variational Sequence-Level Soft Policy Optimization, arXiv 2602.10693 |
+| top entropy | Beyond the 80/20 Rule, arXiv 2506.01939, equation 5, the threshold that of the step |
 | KL | k3 of Schulman, times the ratio as in DeepSeek-V3.2, arXiv 2512.02556 |
 | load balance | Switch Transformers, arXiv 2101.03961, equation 4 as in transformers: top-k, all layers together |
 """
@@ -83,6 +84,7 @@ def loss(
 ) -> torch.Tensor:
     """The loss of a step, whose gradient the update follows."""
     of_rows, tokens, entropy = [], 0, torch.zeros(())
+    lowest = lowest_entropy(rows, policy, objective.top_entropy) if objective.top_entropy < 1 else None
     for row, advantage in zip(rows, advantages(rows, definition, objective.loss == "rloo"), strict=True):
         logps_TV = scores(policy, row)
         logps = [logps_TV[place, word] for place, word in enumerate(row.ids)]
@@ -98,13 +100,15 @@ def loss(
         reference_logps = log_probs(reference, row).detach() if objective.kl else ()
         of_row = torch.zeros(())
         for place in counted:
+            if lowest is not None and float(entropies(logps_TV[place])) < lowest:
+                continue  # no policy term; the token still counts
             log_ratio = log_ratio_of_row / len(counted) if objective.sequence else log_ratios[place]
             of_row = of_row + term(objective.loss, log_ratio.exp(), logps[place], advantage, log_ratio_of_row.detach())
             if objective.kl:
                 to_reference = reference_logps[place] - logps[place]
                 k3 = to_reference.exp() - to_reference - 1
                 of_row = of_row - objective.kl * (k3 * log_ratios[place].exp()).clamp(max=definition.most_kl)
-            entropy = entropy - (logps_TV[place].exp() * logps_TV[place]).sum()
+            entropy = entropy + entropies(logps_TV[place])
         if objective.loss in ("grpo", "sapo"):
             of_row = of_row / max(len(counted), 1)
         of_rows.append(of_row)
@@ -112,6 +116,17 @@ def loss(
     total = -sum(of_rows, torch.zeros(())) / counts.get(objective.loss, tokens)
     total = total - objective.entropy * entropy / tokens
     return total + objective.router * load_balance(rows, policy) if objective.router else total
+
+
+def entropies(logps_TV: torch.Tensor) -> torch.Tensor:
+    return -(logps_TV.exp() * logps_TV).sum(-1)
+
+
+def lowest_entropy(rows: Sequence[Row], policy: Any, share: float) -> float:
+    """The entropy from which on tokens have a policy term: the quantile over all trained tokens of the step."""
+    with torch.no_grad():
+        found = [entropies(scores(policy, row))[torch.tensor(row.trained, dtype=torch.bool)] for row in rows]
+    return float(torch.cat(found).quantile(1 - share))
 
 
 def load_balance(rows: Sequence[Row], policy: Any) -> torch.Tensor:

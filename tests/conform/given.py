@@ -58,6 +58,7 @@ class Objective:
     without_cut_off: bool = False  # `mask_truncated_completions`
     kl: float = 0.0  # `beta`, to a reference model
     entropy: float = 0.0  # `entropy_coef`
+    top_entropy: float = 1.0  # `top_entropy_quantile`
     router: float = 0.0  # `router_aux_loss_coef`, of a MoE model
 
 
@@ -68,11 +69,12 @@ OBJECTIVES = {
         Objective("luspo", "luspo", sequence=True),
         Objective("rloo", "rloo"),
         Objective("gspo", "grpo", sequence=True),
-        Objective("dapo, without what was cut off", "dapo", without_cut_off=True),
-        Objective("grpo, without what was cut off", "grpo", without_cut_off=True),
+        Objective("dapo, truncated masked", "dapo", without_cut_off=True),
+        Objective("grpo, truncated masked", "grpo", without_cut_off=True),
         Objective("grpo, KL", "grpo", kl=0.5),
         Objective("dapo, KL", "dapo", kl=0.5),
         Objective("dapo, entropy", "dapo", entropy=0.5),
+        Objective("dapo, top entropy", "dapo", top_entropy=0.505),
         Objective("dapo, load balance", "dapo", router=5.0),
     )
 }

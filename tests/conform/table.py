@@ -9,7 +9,7 @@ MARK = "<!-- written by make conform -->"
 Cell = dict[str, Any]
 
 
-BY_DEFINITION = "by definition"  # reasons that begin so are no errors
+BY_DEFINITION = "by definition"  # reasons that begin so are not errors
 
 
 def shown(result: dict[str, Any], cell: Cell | None) -> str:
@@ -55,6 +55,7 @@ def title(result: dict[str, Any]) -> str:
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
     """A row for each objective, a column for each trainer; steps of several rollouts have rows of their own."""
+    results = [result for result in results if "cells" in result]
     lines = [row("objective", *map(title, results)), "|---" * (len(results) + 1) + "|"]
     for objective in names(results, "objective"):
         lines.append(row(objective, *(worst(result, objective) for result in results)))
@@ -71,7 +72,7 @@ def details(result: dict[str, Any]) -> str:
         return "\n".join([*lines, f"Not run: {result['failed']}."])
     splits, objectives = names([result], "split"), names([result], "objective")
     beside = f" Beside {', '.join(result['beside'])}." if "beside" in result else ""
-    lines += [f"`{result['entry']}`{beside}", "", row("objective", *splits), "|---" * (len(splits) + 1) + "|"]
+    lines += [f"`{result['entry']}`.{beside}", "", row("objective", *splits), "|---" * (len(splits) + 1) + "|"]
     for objective in objectives:
         cells = [of(result, objective, split=split) for split in splits]
         lines.append(row(objective, *(shown(result, next(iter(found), None)) for found in cells)))
@@ -100,7 +101,8 @@ def reason(result: dict[str, Any], cell: Cell) -> str | None:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    return "\n\n".join([summary(results), *map(details, results)])
+    parts = [summary(results)] if any("cells" in result for result in results) else []
+    return "\n\n".join([*parts, *map(details, results)])
 
 
 def page(text: str, results: Sequence[dict[str, Any]]) -> str:

@@ -86,7 +86,7 @@ FAULTS: dict[str, tuple[str, Weights]] = {  # the objective that is meant, and t
     "mean of micro-batch means": ("dapo", [1 / 4 / tokens for tokens in of_parts(4)]),
     "tokens of the micro-batch": ("dapo", [1 / tokens for tokens in of_parts(4)]),
     "tokens of each process": ("dapo", [1 / 2 / tokens for tokens in of_parts(8)]),
-    "a truncated row counts": ("dapo, without what was cut off", [1 / sum(LENGTHS)] * len(ROWS)),
+    "a truncated row counts": ("dapo, truncated masked", [1 / sum(LENGTHS)] * len(ROWS)),
 }
 
 
@@ -94,7 +94,7 @@ FAULTS: dict[str, tuple[str, Weights]] = {  # the objective that is meant, and t
 def test_a_planted_fault_shows_at_its_arithmetic_size(fault):
     """The fault as a trainer's loss makes it, and its size from the weights of tokens alone."""
     name, weights = FAULTS[fault]
-    meant = LENGTHS if "cut off" not in name else [n * (not out) for n, out in zip(LENGTHS, TRUNCATED, strict=True)]
+    meant = LENGTHS if "truncated" not in name else [n * (not out) for n, out in zip(LENGTHS, TRUNCATED, strict=True)]
     right = [bool(length) / sum(meant) for length in meant]
 
     def gradient(objective: given.Objective, split: Split, rows: list[given.Row], policy: object, _: object) -> object:
@@ -139,7 +139,7 @@ def test_the_page_keeps_what_is_written_by_hand():
 def test_rows_of_this_package_and_of_stock_trl():
     """On one and two processes; the cells where stock TRL is right, and where it is not."""
     ours, stock = (results(ADAPTERS / f"{name}.py") for name in ("grpo_ext", "trl"))
-    assert len(ours["cells"]) == 16 * (6 + 2)  # the first split of each launch also in float32
+    assert len(ours["cells"]) == len(DEFAULTS["OBJECTIVES"]) * (6 + 2)  # the first split of each launch also in float32
     assert max(one["error"] for one in ours["cells"]) < RIGHT
     errors = {(one["objective"], one["split"]): one.get("error") for one in stock["cells"] if one["dtype"] == "float64"}
     assert {objective for (objective, split), found in errors.items() if split == "1 x 16" and found < RIGHT} == (

@@ -39,7 +39,10 @@ def load(path: str) -> Any:
     assert spec.loader is not None
     adapter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(adapter)
-    return SimpleNamespace(**{**DEFAULTS, **vars(adapter)})
+    whole = SimpleNamespace(**{**DEFAULTS, **vars(adapter)})
+    if unknown := {*whole.OBJECTIVES} - {*given.OBJECTIVES}:
+        raise ValueError(f"OBJECTIVES has {', '.join(unknown)}; use some of {', '.join(given.OBJECTIVES)}")
+    return whole
 
 
 def error(found: given.Gradient, wanted: given.Gradient) -> float:

@@ -25,13 +25,13 @@ ENTRY = (
 )
 REQUIRES = ("slime @ git+https://github.com/THUDM/slime@624b824a898ab0ec1fcb4d373004c7f3852bf515",)
 OBJECTIVES = (
-    *("grpo", "dapo", "cispo", "gspo", "dapo, without what was cut off", "grpo, without what was cut off"),
+    *("grpo", "dapo", "cispo", "gspo", "dapo, truncated masked", "grpo, truncated masked"),
     *("grpo, KL", "dapo, KL", "dapo, entropy"),
 )
 DEFINITION = exact.Definition(epsilon=1e-6)
 IN_ONE_PROCESS = True
 REASONS = {
-    "dapo, without what was cut off": "a removed completion counts as one token (the update is 89/90 of the exact "
+    "dapo, truncated masked": "a removed completion counts as one token (the update is 89/90 of the exact "
     "one); an open pull request mends the same line in a fork, radixark/miles#2796"
 }
 MPU: dict[str, Any] = {

@@ -18,12 +18,13 @@ _WINDOWS = "each rollout is divided by its own tokens, then the two are averaged
 REASONS = {
     "bnpo": "by definition: TRL documents a mean over the local batch",
     "dapo, entropy": "the entropy is a mean over each micro-batch, which a comment in TRL's source says",
+    "dapo, top entropy": "the threshold is that of each micro-batch, over all processes",
     "dapo, load balance": "the loss of each micro-batch, as in transformers; arXiv 2501.11873",
     **{
         f"{name} 1 x 4, 2 rollouts": _WINDOWS
         for name in (
-            *("dapo", "cispo", "vespo", "dapo, KL", "dapo, entropy", "dapo, load balance"),
-            "dapo, without what was cut off",
+            *("dapo", "cispo", "vespo", "dapo, KL", "dapo, entropy", "dapo, load balance", "dapo, top entropy"),
+            "dapo, truncated masked",
         )
     },
 }
@@ -35,6 +36,7 @@ def settings(objective: Objective) -> dict[str, Any]:
     return {
         **{"num_generations": GROUP, "max_completion_length": MOST, "loss_type": objective.loss},
         **{"beta": objective.kl, "entropy_coef": objective.entropy},
+        "top_entropy_quantile": objective.top_entropy,
         "epsilon_high": HIGH if objective.loss == "cispo" else 0.2,
         "importance_sampling_level": "sequence" if objective.sequence else "token",
         "mask_truncated_completions": objective.without_cut_off,

@@ -12,7 +12,14 @@ from tests.conform.given import MOST, Gradient, Objective, Row, Split, padded
 NAME, VERSION, ENTRY = "TRL, RLOO", grpo.VERSION, "RLOOTrainer.train"
 OBJECTIVES = ("rloo",)
 DEFINITION = Definition(trains_tools=True)
-OTHERS = ("loss_type", "entropy_coef", "epsilon_high", "importance_sampling_level", "mask_truncated_completions")
+OTHERS = (
+    "loss_type",
+    "top_entropy_quantile",
+    "entropy_coef",
+    "epsilon_high",
+    "importance_sampling_level",
+    "mask_truncated_completions",
+)
 
 
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:

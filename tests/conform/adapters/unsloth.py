@@ -26,7 +26,7 @@ ENTRY = (
     "exact update has its bound of 10 on a token's KL"
 )
 REQUIRES = ("unsloth_zoo==2026.10.9",)
-OBJECTIVES = tuple(name for name in given.OBJECTIVES if name not in ("rloo", "dapo, load balance"))
+OBJECTIVES = tuple(name for name in given.OBJECTIVES if name not in ("rloo", "dapo, load balance", "dapo, top entropy"))
 IN_ONE_PROCESS = True
 _WINDOWS = "each rollout is divided by its own tokens, then the two are averaged, as in TRL"
 DEFINITION = exact.Definition(most_kl=10.0)
