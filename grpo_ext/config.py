@@ -75,6 +75,8 @@ def forms_of(forward: str) -> tuple[Form, ...]:
 class GRPOConfig(trl.GRPOConfig):
     """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, with the same defaults, and these.
 
+    Only `num_completions_to_print` has another default, 4.
+
     The help of a field (`metadata["help"]`, and the `--help` of recipes/grpo.py) says what it is, its unit and default.
     Sizes are over all processes unless they say per device. Of TRL's fields, `per_device_train_batch_size` may be any
     positive integer, and `gradient_accumulation_steps` is derived where `global_batch_size` is set.
@@ -279,6 +281,12 @@ class GRPOConfig(trl.GRPOConfig):
         "Seconds one call of a tool, or an environment's `reset`, may take before it fails. Default: no limit."
     )
 
+    # Logs.
+    num_completions_to_print: int | None = setting(
+        "Completions that log_completions prints at a log; all are in the run's folder. None prints all, as in TRL.",
+        default=4,
+    )
+
     # Refusals.
     allow_split_dependent: bool = setting(
         "Warn, not refuse, if the model or settings make the update depend on the split (BatchNorm, NEFTune, and "
@@ -334,7 +342,7 @@ class GRPOConfig(trl.GRPOConfig):
         for spec in dataclasses.fields(self):
             choices, value = spec.metadata.get("choices"), getattr(self, spec.name)
             if isinstance(value, str) and isinstance(spec.default, (int, float)):
-                raise ConfigError(f"{spec.name}={value!r} is text; pass a value as {spec.default!r}.")
+                raise ConfigError(f"{spec.name}={value!r} is text; pass it without quotes, as in {spec.default!r}.")
             if spec.name in GRPOConfig.__annotations__ and choices and value not in choices:
                 names = ", ".join(map(repr, choices))
                 raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {names}.")

@@ -27,13 +27,13 @@ _FIELDS = (
     ("tools/failure_frequency", "failed", "{:3.0%}"),  # share of the calls
     ("entropy", "entropy", "{:.2f}"),
     ("frac_reward_zero_std", "no variance", "{:3.0%}"),  # share of the groups
-    ("kl", "kl", "{:.2g}"),
-    ("teacher_kl", "teacher kl", "{:.2g}"),
+    ("kl", "kl", "{:.4f}"),
+    ("teacher_kl", "teacher kl", "{:.4f}"),
     ("clip_ratio/region_mean", "clipped", "{:.1%}"),  # share of the tokens
     ("cispo_clip_ratio", "clipped", "{:.1%}"),
     ("trust_region/left_out", "left out", "{:.1%}"),
     ("sequence_mask/left_out", "completions left out", "{:.0%}"),
-    ("grad_norm", "grad", "{:.2g}"),
+    ("grad_norm", "grad", "{:.2f}"),
     ("step_time", "s/step", "{:.2f}"),
     ("time/wait_rollout", "waited", "{:.2f}"),  # seconds per step, for completions sampled ahead
     ("layout/useful_tokens_per_second", "tokens/s", "{:,.0f}"),  # forward and backward
