@@ -60,8 +60,8 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
     try:
         cached_file(name, "config.json", **place, local_files_only=not reached)
     except OSError as error:
-        parent, *below = Path(name).expanduser().parts
-        if Path(parent).is_dir() or len(below) > 1:  # a name on a hub has at most two parts
+        path = Path(name).expanduser()
+        if name.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir()):
             raise ModelError(f"there is no folder {name!r} with a model; check the path.") from None
         raise ModelError(f"model {name!r} cannot be loaded; check the path or the name. {error}") from None
 
