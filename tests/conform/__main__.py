@@ -3,7 +3,7 @@
     python -m tests.conform [ADAPTER ...]
 
 Without adapters all of tests/conform/adapters run, and docs/conform.md and its figure are written if none fails; with
-adapters the table is printed. What the .txt file beside an adapter lists is installed into .conform/, without dependencies.
+adapters the table is printed. What the .txt file beside an adapter lists is installed into .conform/, no dependencies.
 """
 
 import argparse
