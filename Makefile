@@ -46,7 +46,7 @@ test: $(ENGINES)  ## run the tests: every kind of proof, a covering choice of sp
 test-full: $(ENGINES)  ## run all tests: the full matrix of splits, every engine, stop and kill, the whole demo (20 minutes or more)
 	@$(BIN)/python -m pytest -q --full $(PARALLEL) $(ARGS)
 
-test-crash: $(READY)  ## kill runs at random moments, 50 times, and compare bits (about a quarter of an hour)
+test-crash: $(READY)  ## kill runs at random moments, 50 times, and compare bits (about about 10 minutes, with what it installs)
 	@$(BIN)/python -m pytest -q tests/crash --full --kills 50 $(ARGS)
 
 VLLM := .venv-vllm
@@ -126,7 +126,7 @@ rehearse-gpu: $(REHEARSAL)/.ready wheels-gpu  ## test-gpu at toy size, in an env
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)
 
-conform: $(READY)  ## compare the updates of several GRPO trainers with the exact one (ARGS="adapter.py": yours; a quarter of an hour)
+conform: $(READY)  ## compare the updates of several GRPO trainers with the exact one (ARGS="adapter.py": yours; about 10 minutes, with what it installs)
 	@$(BIN)/python -m tests.conform $(ARGS)
 
 bench: $(READY)  ## the reference shapes against stock TRL, by phase (under 20 minutes; ARGS=--long for all of them)

@@ -2,16 +2,16 @@
 
     python -m tests.conform [ADAPTER ...]
 
-Without adapters all of tests/conform/adapters run, and docs/conform.md and its figure are written; with adapters the
-table is printed. What an adapter requires is installed into .conform/, without its dependencies.
+Without adapters all of tests/conform/adapters run, and docs/conform.md and its figure are written if none fails; with
+adapters the table is printed. What the .txt file beside an adapter lists is installed into .conform/, no dependencies.
 """
 
 import argparse
-import ast
 import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -35,25 +35,17 @@ NOT_RUN = (
 PATIENCE_S = 3600.0  # one that hangs ends then
 
 
-def constant(adapter: Path, name: str, default: Any) -> Any:
-    """A constant of an adapter's file, read without running it: what it imports may not be installed."""
-    for node in ast.parse(adapter.read_text()).body:
-        if isinstance(node, ast.Assign) and any(getattr(target, "id", None) == name for target in node.targets):
-            return eval(compile(ast.Expression(node.value), str(adapter), "eval"), {})
-    return default
-
-
 def install(adapter: Path) -> str:
-    """The path of what an adapter requires; empty if it requires nothing."""
-    requires = constant(adapter, "REQUIRES", ())
-    if not requires:
+    """The path of what an adapter requires, by the .txt file beside it; empty without one."""
+    requirements, folder = adapter.with_suffix(".txt"), INSTALLED / adapter.stem
+    if not requirements.exists():
         return ""
-    folder, mark = INSTALLED / adapter.stem, INSTALLED / adapter.stem / "REQUIRES"
-    if not mark.exists() or mark.read_text() != str(requires):
-        print(f"Installing {', '.join(requires)} ...", file=sys.stderr)
+    installed = folder / "requirements.txt"
+    if not installed.exists() or installed.read_text() != requirements.read_text():
+        print(f"Installing {requirements} ...", file=sys.stderr)
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(folder)]
-        subprocess.run([*command, *requires], check=True)
-        mark.write_text(str(requires))
+        subprocess.run([*command, "-r", str(requirements)], check=True)
+        shutil.copy(requirements, installed)
     return str(folder)
 
 
@@ -82,9 +74,9 @@ def results(adapter: Path, objectives: Sequence[str] = ()) -> dict[str, Any]:
     try:
         path = install(adapter)
     except subprocess.CalledProcessError:
-        return {"name": adapter.stem, "failed": f"{constant(adapter, 'REQUIRES', ())} could not be installed"}
+        return {"name": adapter.stem, "failed": f"{adapter.with_suffix('.txt')} could not be installed"}
     found = run(adapter, 1, path, objectives)
-    if "failed" not in found and not constant(adapter, "IN_ONE_PROCESS", False):
+    if "failed" not in found and not found["in_one_process"]:
         more = run(adapter, 2, path, objectives)
         if "failed" in more:
             print(f"{adapter.stem} on two processes: {more['failed']} ({more['log']})", file=sys.stderr)
@@ -106,9 +98,10 @@ def main() -> None:
     for adapter in arguments.adapters or [ADAPTERS / f"{name}.py" for name in ALL]:
         print(f"{adapter.stem} ...", file=sys.stderr, flush=True)
         found.append(results(adapter, arguments.objective))
-    if arguments.adapters or arguments.objective:
+    failed = any("failed" in result for result in found)
+    if failed or arguments.adapters or arguments.objective:
         print(table(found))
-        sys.exit(any("failed" in result for result in found))
+        sys.exit(failed)
     else:
         found += NOT_RUN
         (INSTALLED / "results.json").write_text(json.dumps(found, indent=1))

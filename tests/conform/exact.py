@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from tests.conform.given import GROUP, MOST, Objective, Row, log_probs, scores
+from tests.conform.given import GROUP, MAX_LENGTH, Objective, Row, groups, log_probs, scores
 
 LOW, HIGH = 0.8, 1.2  # bounds of the ratio
 TEMPERATURES = 1.0, 1.05  # SAPO's, for advantages above 0 and others
@@ -43,10 +43,10 @@ class Definition:
     most_kl: float = math.inf  # bound of a token's KL term, from which on it has no gradient
 
 
-def advantages(rows: Sequence[Row], definition: Definition, leave_one_out: bool = False) -> list[float]:
+def advantages(rows: list[Row], definition: Definition, leave_one_out: bool = False) -> list[float]:
     found = []
-    for start in range(0, len(rows), GROUP):
-        rewards = [row.reward for row in rows[start : start + GROUP]]
+    for group in groups(rows):
+        rewards = [row.reward for row in group]
         mean = sum(rewards) / GROUP
         deviation = (sum((reward - mean) ** 2 for reward in rewards) / (GROUP - 1)) ** 0.5
         for reward in rewards:
@@ -77,7 +77,7 @@ def term(loss: str, ratio: Any, logp: Any, advantage: float, log_ratio_of_row: A
 
 def loss(
     objective: Objective,
-    rows: Sequence[Row],
+    rows: list[Row],
     policy: Any,
     reference: Any = None,
     definition: Definition = Definition(),
@@ -88,9 +88,7 @@ def loss(
     for row, advantage in zip(rows, advantages(rows, definition, objective.loss == "rloo"), strict=True):
         logps_TV = scores(policy, row)
         logps = [logps_TV[place, word] for place, word in enumerate(row.ids)]
-        counted = [place for place in range(len(row.ids)) if row.trained[place] or definition.trains_tools]
-        if objective.without_cut_off and row.cut_off:
-            counted = []
+        counted = [place for place, kept in enumerate(objective.mask(row)) if kept or definition.trains_tools]
         log_ratios = {place: logps[place] - row.sampler_logps[place] for place in counted}
         log_ratio_of_row = sum(log_ratios.values(), torch.zeros(()))
         tokens += len(counted)
@@ -112,7 +110,13 @@ def loss(
         if objective.loss in ("grpo", "sapo"):
             of_row = of_row / max(len(counted), 1)
         of_rows.append(of_row)
-    counts = {"grpo": len(rows), "sapo": len(rows), "luspo": len(rows), "rloo": len(rows), "dr_grpo": len(rows) * MOST}
+    counts = {
+        "grpo": len(rows),
+        "sapo": len(rows),
+        "luspo": len(rows),
+        "rloo": len(rows),
+        "dr_grpo": len(rows) * MAX_LENGTH,
+    }
     total = -sum(of_rows, torch.zeros(())) / counts.get(objective.loss, tokens)
     total = total - objective.entropy * entropy / tokens
     return total + objective.router * load_balance(rows, policy) if objective.router else total

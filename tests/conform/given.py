@@ -1,7 +1,7 @@
 """The rollouts that every trainer gets, and the models whose gradient is compared.
 
-`rollouts.json` has 16 ragged completions of 4 prompts, drawn at random: a group whose rewards are equal, a group with
-tokens of a tool, a completion that was cut off.
+`given.json` has 16 ragged completions of 4 prompts, drawn at random: a group whose rewards are equal, a group with
+tokens of a tool, a completion that was cut off; and the sizes of the models.
 """
 
 import json
@@ -14,18 +14,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-FILE = Path(__file__).with_name("rollouts.json")
-GROUP, MOST = 4, 12  # completions of a prompt; tokens of a completion (`max_completion_length`)
+GIVEN: dict[str, Any] = json.loads(Path(__file__).with_name("given.json").read_text())
+GROUP, MAX_LENGTH = 4, 12  # completions of a prompt; tokens of a completion (`max_completion_length`)
 PAD, END = 0, 1
-SIZES: dict[str, Any] = {
-    **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"num_key_value_heads": 1, "max_position_embeddings": 64, "pad_token_id": PAD, "eos_token_id": END},
-    **{"bos_token_id": None, "tie_word_embeddings": False},
-}
-EXPERTS = {
-    **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4},
-    **{"num_experts_per_tok": 2, "output_router_logits": True},
-}
 Gradient = dict[str, torch.Tensor]
 
 
@@ -35,17 +26,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One completion."""
+    """One completion and its prompt."""
 
     prompt_ids: list[int]
     ids: list[int]
     trained: list[int]  # 1: sampled by the policy, 0: written by a tool
     sampler_logps: list[float]  # log-probabilities when the tokens were sampled
     reward: float
-
-    @property
-    def cut_off(self) -> bool:
-        return self.ids[-1] != END
 
 
 @dataclass(frozen=True)
@@ -60,6 +47,11 @@ class Objective:
     entropy: float = 0.0  # `entropy_coef`
     top_entropy: float = 1.0  # `top_entropy_quantile`
     router: float = 0.0  # `router_aux_loss_coef`, of a MoE model
+
+    def mask(self, row: Row) -> list[int]:
+        """1 for each token of a completion that is trained."""
+        cut_off = row.ids[-1] != END
+        return [0] * len(row.ids) if self.without_cut_off and cut_off else row.trained
 
 
 OBJECTIVES = {
@@ -98,13 +90,18 @@ SPLITS = (Split(16), Split(5), Split(1), Split(4, rollouts=2), Split(8, 2), Spli
 
 
 def read() -> list[Row]:
-    return [Row(**row) for row in json.loads(FILE.read_text())]
+    return [Row(**row) for row in GIVEN["rows"]]
+
+
+def groups(rows: list[Row]) -> list[list[Row]]:
+    """The completions of each prompt."""
+    return [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)]
 
 
 def model(objective: Objective, dtype: torch.dtype, seed: int = 0) -> Any:
     """The policy; with another seed the reference. Weights do not depend on torch's version."""
-    kind, more = ("qwen2_moe", EXPERTS) if objective.router else ("qwen2", {})
-    config = AutoConfig.for_model(kind, **SIZES, **more, router_aux_loss_coef=objective.router)
+    kind = "qwen2_moe" if objective.router else "qwen2"
+    config = AutoConfig.for_model(kind, **GIVEN[kind], router_aux_loss_coef=objective.router)
     made, numbers = AutoModelForCausalLM.from_config(config), np.random.default_rng(seed)
     for name, parameter in made.named_parameters():
         weight = numbers.normal(float("norm" in name), 0.3, tuple(parameter.shape))
@@ -133,6 +130,12 @@ def gradient_of(policy: Any, *losses: Callable[[], torch.Tensor]) -> Gradient:
     return {name: p.grad.clone() for name, p in policy.named_parameters() if p.grad is not None}
 
 
-def padded(rows: Sequence[Sequence[float]], width: int = MOST, **options: Any) -> torch.Tensor:
+def padded(rows: Sequence[Sequence[float]], width: int = MAX_LENGTH, **options: Any) -> torch.Tensor:
     """Numbers of rows as a tensor (B, width) with zeros on the right."""
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], **options)
+
+
+def left_padded(rows: Sequence[Sequence[float]], value: float = PAD) -> torch.Tensor:
+    """Numbers of rows as a tensor (B, longest row), `value` on the left."""
+    width = max(map(len, rows))
+    return torch.tensor([[*[value] * (width - len(row)), *row] for row in rows])

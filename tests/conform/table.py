@@ -80,7 +80,7 @@ def details(result: dict[str, Any]) -> str:
     for cell in (one for one in result["cells"] if one["dtype"] == dtype(result)):
         if why := reason(result, cell):
             reasons.setdefault(why, []).append(cell["objective"] if "error" in cell else "\N{EN DASH}")
-    lines += [""] + [f"- {', '.join(dict.fromkeys(where))}: {why}." for why, where in reasons.items()]
+    lines += [""] + [f"- {'; '.join(dict.fromkeys(where))}: {why}." for why, where in reasons.items()]
     single = [c["error"] for c in result["cells"] if c["dtype"] == "float32" and c.get("error", 1) < RIGHT]
     if dtype(result) == "float32":
         lines.append("- These are float32's numbers: it has no float64.")
@@ -95,9 +95,7 @@ def reason(result: dict[str, Any], cell: Cell) -> str | None:
     if cell["error"] < RIGHT:
         return None
     reasons = result.get("reasons", {})
-    return str(
-        reasons.get(f"{cell['objective']} {cell['split']}", reasons.get(cell["objective"], "no reason is known"))
-    )
+    return str(reasons.get(cell["objective"], reasons.get(cell["split"], "no reason is known")))
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:

@@ -81,7 +81,7 @@ def of_parts(size: int, lengths: list[int] = LENGTHS) -> list[int]:
     return [parts[number // size] for number in range(len(ROWS))]
 
 
-TRUNCATED = [row.cut_off for row in ROWS]
+MASKED = [sum(OBJECTIVES["dapo, truncated masked"].mask(row)) for row in ROWS]
 FAULTS: dict[str, tuple[str, Weights]] = {  # the objective that is meant, and the weight of each row's tokens
     "mean of micro-batch means": ("dapo", [1 / 4 / tokens for tokens in of_parts(4)]),
     "tokens of the micro-batch": ("dapo", [1 / tokens for tokens in of_parts(4)]),
@@ -94,7 +94,7 @@ FAULTS: dict[str, tuple[str, Weights]] = {  # the objective that is meant, and t
 def test_a_planted_fault_shows_at_its_arithmetic_size(fault):
     """The fault as a trainer's loss makes it, and its size from the weights of tokens alone."""
     name, weights = FAULTS[fault]
-    meant = LENGTHS if "truncated" not in name else [n * (not out) for n, out in zip(LENGTHS, TRUNCATED, strict=True)]
+    meant = MASKED if "truncated" in name else LENGTHS
     right = [bool(length) / sum(meant) for length in meant]
 
     def gradient(objective: given.Objective, split: Split, rows: list[given.Row], policy: object, _: object) -> object:
@@ -109,12 +109,8 @@ def test_a_planted_fault_shows_at_its_arithmetic_size(fault):
     found = cell(adapter, OBJECTIVES[name], Split(4), exact_gradient(name), torch.float64)["error"]
     assert found == pytest.approx(error(by_hand(weights), by_hand(right)), rel=1e-4)
     assert found > 0.05
-    row = {
-        "name": fault,
-        "entry": "planted",
-        "cells": [{"objective": name, "split": "1 x 4", "dtype": "float64", "error": found}],
-    }
-    assert f"| {name} | **{found:.2g}** |" in table([row])
+    planted = {"objective": name, "split": "1 x 4", "dtype": "float64", "error": found}
+    assert f"| {name} | **{found:.2g}** |" in table([{"name": fault, "entry": "planted", "cells": [planted]}])
 
 
 @pytest.mark.parametrize("name", few_of(DEFAULTS["OBJECTIVES"], ("dapo", "grpo, KL", "dapo, load balance")))

@@ -27,8 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "SPLITS": given.SPLITS,
     "DTYPE": torch.float64,  # of the policy; the first split runs in float32 too
     "IN_ONE_PROCESS": False,  # whether it computes what several processes do
-    "REQUIRES": (),  # what `pip install --no-deps` brings
-    "REASONS": {},  # why an objective, or "objective split", is wrong: a clause and the public issue
+    "REASONS": {},  # why an objective, or else a split, is wrong: a clause and the public issue
 }
 
 
@@ -47,13 +46,13 @@ def load(path: str) -> Any:
 
 def error(found: given.Gradient, wanted: given.Gradient) -> float:
     """norm(found - wanted) / norm(wanted), over all parameters, in float64."""
-    names = wanted.keys() | found.keys()
 
-    def of(gradient: given.Gradient, name: str) -> torch.Tensor:
-        return gradient[name].detach().double() if name in gradient else torch.zeros(())
+    def norm(gradient: given.Gradient) -> float:
+        return sum(float(part.detach().double().square().sum()) for part in gradient.values()) ** 0.5
 
-    over = sum(float(of(wanted, name).square().sum()) for name in names)
-    return (sum(float((of(found, name) - of(wanted, name)).square().sum()) for name in names) / over) ** 0.5
+    zero = torch.zeros(())
+    parts = {name: found.get(name, zero) - wanted.get(name, zero) for name in wanted.keys() | found.keys()}
+    return norm(parts) / norm(wanted)
 
 
 def cell(adapter: Any, objective: given.Objective, split: given.Split, wanted: given.Gradient, dtype: Any) -> Any:
@@ -87,7 +86,7 @@ def main(path: str, file: str, *objectives: str) -> None:
                 cells.append({"objective": name, "split": split.name, "dtype": str(dtype)[6:], **found})
     if os.environ.get("RANK", "0") == "0":
         about: dict[str, Any] = {
-            name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY", "REASONS")
+            name.lower(): getattr(adapter, name) for name in ("NAME", "VERSION", "ENTRY", "REASONS", "IN_ONE_PROCESS")
         }
         about["beside"] = [f"{name} {sys.modules[name].__version__}" for name in BESIDE if name in sys.modules]
         Path(file).write_text(json.dumps({**about, "cells": cells}))

@@ -4,12 +4,10 @@ What only a GPU has is absent: `flash_attn` and `vllm` are empty modules while O
 device is the CPU. DeepSpeed reduces no float64, so the numbers are float32's.
 """
 
-import importlib.abc
-import importlib.util
-import os
 import sys
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,38 +19,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.conform import exact, given
 from tests.conform.given import Gradient, Objective, Refused, Row, Split, log_probs, padded
 
-ABSENT = "flash_attn", "vllm", "aiohttp"
-
-
-class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds packages that training does not call as modules whose every name is None."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname.partition(".")[0] in ABSENT:
-            return importlib.util.spec_from_loader(fullname, self, is_package=True)
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__getattr__"] = lambda name: None
-
-
-sys.meta_path.insert(0, Absent())
+# imported by OpenRLHF, and not called in training
+ABSENT = ("aiohttp", "vllm", "vllm.inputs", "vllm.utils", "flash_attn", "flash_attn.bert_padding", "flash_attn.utils")
+ABSENT += ("flash_attn.utils.distributed",)
+sys.modules.update({name: mock.MagicMock(__spec__=ModuleSpec(name, None)) for name in ABSENT})
 from openrlhf.models import Actor  # noqa: E402
 from openrlhf.trainer.ppo_utils.experience import Experience  # noqa: E402
 from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer  # noqa: E402
 from openrlhf.utils.deepspeed import DeepspeedStrategy  # noqa: E402
 
-sys.meta_path.pop(0)
-for name in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
+for name in ABSENT:
     del sys.modules[name]
 torch._dynamo.config.disable = True  # its entropy is compiled
 
 NAME, VERSION, ENTRY = "OpenRLHF", version("openrlhf"), "ActorPPOTrainer.ppo_train, kl.unbiased_gradient"
-REQUIRES = (
-    *("openrlhf==0.11.2", "ray==2.60.0", "torchdata==0.11.0", "pylatexenc==2.11"),
-    *("deepspeed==0.19.8", "hjson==3.1.0", "py-cpuinfo==9.0.0", "ninja==1.13.2", "einops==0.8.2", "msgpack==1.2.4"),
-    "peft==0.21.2",
-)
 DTYPE = torch.float32  # DeepSpeed does not reduce float64
 OBJECTIVES = "grpo", "dapo", "gspo", "grpo, KL", "dapo, KL", "dapo, entropy", "dapo, load balance"
 DEFINITION = exact.Definition(epsilon=1e-9)  # of the estimator `group_norm`
@@ -65,30 +45,33 @@ REASONS = {
 
 def settings(objective: Objective) -> Any:
     """Arguments of `train_ppo_ray` that the actor's trainer reads."""
-    space = SimpleNamespace
-    return space(
-        actor=space(
-            **{"eps_clip_low_high": (0.2, 0.2), "dual_clip": None, "aux_loss_coef": objective.router},
-            **{"policy_loss_type": "gspo" if objective.sequence else "ppo", "entropy_coef": objective.entropy or None},
-            loss_agg_mode="token-mean" if objective.loss in ("bnpo", "dapo") else "seq-mean-token-mean",
-        ),
-        algo=space(
-            advantage=space(
-                **{"is_correction_level": "off", "is_correction_mode": "mask", "is_correction_gating": "ratio"},
-                is_correction_threshold=(0.5, 5.0),
-            ),
-            kl=space(use_loss=objective.kl > 0, init_coef=objective.kl, estimator="k3", unbiased_gradient=True),
-        ),
-        train=space(max_epochs=1, dynamic_batch_enable=False, colocate_all=False, async_enable=False),
-        ds=space(packing_samples=False, param_dtype="bf16", tensor_parallel_size=1),
-        vllm=space(sync_backend="gloo"),
+    correction = {"mode": "mask", "gating": "ratio", "threshold": (0.5, 5.0)}
+    advantage = {f"is_correction_{name}": value for name, value in {"level": "off", **correction}.items()}
+    actor = SimpleNamespace(
+        policy_loss_type="gspo" if objective.sequence else "ppo",
+        loss_agg_mode="token-mean" if objective.loss in ("bnpo", "dapo") else "seq-mean-token-mean",
+        eps_clip_low_high=(0.2, 0.2),
+        dual_clip=None,
+        entropy_coef=objective.entropy or None,
+        aux_loss_coef=objective.router,
+    )
+    kl = SimpleNamespace(use_loss=objective.kl > 0, init_coef=objective.kl, estimator="k3", unbiased_gradient=True)
+    train = {"max_epochs": 1, "dynamic_batch_enable": False, "colocate_all": False, "async_enable": False}
+    return SimpleNamespace(
+        actor=actor,
+        algo=SimpleNamespace(advantage=SimpleNamespace(**advantage), kl=kl),
+        train=SimpleNamespace(**train),
+        ds=SimpleNamespace(packing_samples=False, param_dtype="bf16", tensor_parallel_size=1),
+        vllm=SimpleNamespace(sync_backend="gloo"),
     )
 
 
 def experience(rows: list[Row], advantages: list[float], dtype: torch.dtype, reference: Any) -> Experience:
     """Completions as the samples generator and the experience maker leave them: what is acted on is shifted by one."""
     before = [len(row.prompt_ids) - 1 for row in rows]
-    theirs = [[0.0] * len(row.ids) if reference is None else log_probs(reference, row).tolist() for row in rows]
+    reference_logps = [
+        [0.0] * len(row.ids) if reference is None else log_probs(reference, row).tolist() for row in rows
+    ]
     width = max(len(row.prompt_ids + row.ids) for row in rows)
 
     def acted(of_rows: list[Any], **options: Any) -> torch.Tensor:
@@ -101,7 +84,7 @@ def experience(rows: list[Row], advantages: list[float], dtype: torch.dtype, ref
         action_mask=acted([row.trained for row in rows]),
         action_log_probs=acted([row.sampler_logps for row in rows], dtype=dtype),
         rollout_log_probs=acted([row.sampler_logps for row in rows], dtype=dtype),
-        base_action_log_probs=acted(theirs, dtype=dtype),
+        base_action_log_probs=acted(reference_logps, dtype=dtype),
         advantages=acted([[a] * len(row.ids) for a, row in zip(advantages, rows, strict=True)], dtype=dtype),
     )
 
@@ -109,10 +92,8 @@ def experience(rows: list[Row], advantages: list[float], dtype: torch.dtype, ref
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
     if len(rows) % (split.micro_batch * split.processes):
         raise Refused("the step is not divisible by the micro-batch")
-    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
     if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("gloo", **alone)
+        dist.init_process_group("gloo")
         deepspeed.init_distributed("gloo")
     args = settings(objective)
     strategy = DeepspeedStrategy(micro_train_batch_size=split.micro_batch, train_batch_size=len(rows), args=args)
@@ -125,8 +106,10 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
         model=policy,
         optimizer=torch.optim.SGD(policy.parameters(), lr=1.0),
         config={
-            **{"train_micro_batch_size_per_gpu": split.micro_batch, "train_batch_size": len(rows)},
-            **{"zero_optimization": {"stage": 0}, "gradient_clipping": 0.0},
+            "train_micro_batch_size_per_gpu": split.micro_batch,
+            "train_batch_size": len(rows),
+            "zero_optimization": {"stage": 0},
+            "gradient_clipping": 0.0,
         },
     )
     weights = {name: p.detach().clone() for name, p in policy.named_parameters()}
@@ -134,8 +117,13 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
     schedule = SimpleNamespace(get_last_lr=lambda: [1.0])
     with mock.patch("torch.cuda.synchronize"), mock.patch("torch.cuda.current_device", return_value=0) as device:
         trainer = ActorPPOTrainer(
-            *(strategy, actor, None, optimizer, schedule),
-            **{"micro_train_batch_size": split.micro_batch, "dataloader_pin_memory": False},
+            strategy,
+            actor,
+            None,
+            optimizer,
+            schedule,
+            micro_train_batch_size=split.micro_batch,
+            dataloader_pin_memory=False,
         )
         device.return_value = "cpu"
         mine = slice(dist.get_rank(), None, split.processes)

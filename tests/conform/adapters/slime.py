@@ -23,7 +23,6 @@ ENTRY = (
     "loss_function, build_dp_schedule, Megatron's division written here; --calculate-per-token-loss but for grpo, "
     "--use-rollout-logprobs, --use-unbiased-kl, --kl-loss-type k3, --eps-clip 1 for cispo"
 )
-REQUIRES = ("slime @ git+https://github.com/THUDM/slime@624b824a898ab0ec1fcb4d373004c7f3852bf515",)
 OBJECTIVES = (
     *("grpo", "dapo", "cispo", "gspo", "dapo, truncated masked", "grpo, truncated masked"),
     *("grpo, KL", "dapo, KL", "dapo, entropy"),
@@ -61,29 +60,40 @@ def losses_module() -> Any:
     return importlib.import_module(f"{name}.loss")
 
 
+DEFAULTS: dict[str, Any] = {
+    **{"loss_type": "policy_loss", "kl_coef": 0.0, "eps_clip_high": 0.2, "eps_clip_c": None},
+    **{"rollout_top_p": 1.0, "rollout_temperature": 1.0, "log_probs_chunk_size": -1},
+    "custom_advantage_function_path": None,
+    **dict.fromkeys(("use_opsm", "use_opd", "use_tis", "get_mismatch_metrics", "normalize_advantages"), False),
+    **dict.fromkeys(("use_dynamic_batch_size", "balance_by_flops", "balance_data"), False),
+    **dict.fromkeys(("recompute_loss_function", "allgather_cp"), False),
+}
+
+
 def arguments(objective: Objective, split: Split) -> Namespace:
-    """Those of the command line that the loss and the schedule read; slime's defaults but for the objective's."""
+    """Those of the command line that the loss and the schedule read."""
     return Namespace(
-        advantage_estimator={"cispo": "cispo"}.get(objective.loss, "gspo" if objective.sequence else "grpo"),
+        **DEFAULTS,
+        advantage_estimator="cispo" if objective.loss == "cispo" else "gspo" if objective.sequence else "grpo",
         calculate_per_token_loss=objective.loss != "grpo",
-        **{"eps_clip": 1.0 if objective.loss == "cispo" else 0.2, "eps_clip_high": 0.2, "eps_clip_c": None},
-        **{"entropy_coef": objective.entropy, "use_kl_loss": bool(objective.kl), "kl_loss_coef": objective.kl},
-        **{"kl_loss_type": "k3", "use_unbiased_kl": True, "kl_coef": 0.0, "use_rollout_logprobs": True},
-        **{"loss_type": "policy_loss", "recompute_loss_function": False, "allgather_cp": False},
-        **{"rollout_top_p": 1.0, "rollout_temperature": 1.0, "log_probs_chunk_size": -1, "use_opsm": False},
-        **{"use_tis": False, "get_mismatch_metrics": False, "use_opd": False, "normalize_advantages": False},
-        **{"custom_advantage_function_path": None, "micro_batch_size": split.micro_batch},
-        **{"use_dynamic_batch_size": False, "balance_by_flops": False, "balance_data": False},
+        eps_clip=1.0 if objective.loss == "cispo" else 0.2,
+        entropy_coef=objective.entropy,
+        use_kl_loss=bool(objective.kl),
+        kl_loss_coef=objective.kl,
+        kl_loss_type="k3",
+        use_unbiased_kl=True,
+        use_rollout_logprobs=True,
+        micro_batch_size=split.micro_batch,
     )
 
 
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
     if split.rollouts > 1:
         raise Refused("a step is of one rollout at most")
-    theirs, args = losses_module(), arguments(objective, split)
+    losses, args = losses_module(), arguments(objective, split)
     mpu = sys.modules["megatron.core.mpu"]
     mpu.get_data_parallel_world_size = lambda **_: split.processes  # type: ignore[attr-defined]
-    masks = [[0] * len(row.ids) if objective.without_cut_off and row.cut_off else row.trained for row in rows]
+    masks = [objective.mask(row) for row in rows]
     data: dict[str, list[Any]] = {
         "unconcat_tokens": [torch.tensor(row.prompt_ids + row.ids) for row in rows],
         "total_lengths": [len(row.prompt_ids) + len(row.ids) for row in rows],
@@ -93,7 +103,7 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
         "rollout_log_probs": [torch.tensor(row.sampler_logps) for row in rows],
         "rewards": exact.advantages(rows, DEFINITION),
     }
-    theirs.compute_advantages_and_returns(args, data)
+    losses.compute_advantages_and_returns(args, data)
     if reference is not None:
         with torch.no_grad():
             data["ref_log_probs"] = [log_probs(reference, row).float() for row in rows]
@@ -107,7 +117,7 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
     def loss(chosen: list[int]) -> torch.Tensor:
         batch = {name: [values[number] for number in chosen] for name, values in data.items() if name != "rewards"}
         logits = [policy(input_ids=ids[None]).logits for ids in batch["unconcat_tokens"]]
-        found, count, _ = theirs.loss_function(args, batch, steps, size, torch.cat(logits, 1).float())
+        found, count, _ = losses.loss_function(args, batch, steps, size, torch.cat(logits, 1).float())
         counts.append(float(count))
         return found if args.calculate_per_token_loss else found / count / steps
 

@@ -10,43 +10,43 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from tests.conform.exact import HIGH
-from tests.conform.given import GROUP, MOST, Gradient, Objective, Refused, Row, Split
+from tests.conform.given import GROUP, MAX_LENGTH, Gradient, Objective, Refused, Row, Split, groups
 from tests.support.tiny import tiny_tokenizer
 
 NAME, VERSION, ENTRY = "TRL", version("trl"), "GRPOTrainer.train"
-_WINDOWS = "each rollout is divided by its own tokens, then the two are averaged; trl#6024 mended the scale"
 REASONS = {
     "bnpo": "by definition: TRL documents a mean over the local batch",
     "dapo, entropy": "the entropy is a mean over each micro-batch, which a comment in TRL's source says",
     "dapo, top entropy": "the threshold is that of each micro-batch, over all processes",
     "dapo, load balance": "the loss of each micro-batch, as in transformers; arXiv 2501.11873",
-    **{
-        f"{name} 1 x 4, 2 rollouts": _WINDOWS
-        for name in (
-            *("dapo", "cispo", "vespo", "dapo, KL", "dapo, entropy", "dapo, load balance", "dapo, top entropy"),
-            "dapo, truncated masked",
-        )
-    },
+    "1 x 4, 2 rollouts": "each rollout is divided by its own tokens, the two are averaged; trl#6024 mended the scale",
 }
 STEP = 16  # completions
+SGD = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 1}
+ON_CPU = {"use_cpu": True, "bf16": False, "ddp_timeout": 120}
+QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
 
 
 def settings(objective: Objective) -> dict[str, Any]:
     """Those of `trl.GRPOConfig` for an objective."""
     return {
-        **{"num_generations": GROUP, "max_completion_length": MOST, "loss_type": objective.loss},
-        **{"beta": objective.kl, "entropy_coef": objective.entropy},
+        **SGD,
+        **ON_CPU,
+        **QUIET,
+        "shuffle_dataset": False,
+        "num_generations": GROUP,
+        "max_completion_length": MAX_LENGTH,
+        "loss_type": objective.loss,
+        "beta": objective.kl,
+        "entropy_coef": objective.entropy,
         "top_entropy_quantile": objective.top_entropy,
         "epsilon_high": HIGH if objective.loss == "cispo" else 0.2,
         "importance_sampling_level": "sequence" if objective.sequence else "token",
         "mask_truncated_completions": objective.without_cut_off,
-        **{"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "max_steps": 1},
-        **{"shuffle_dataset": False, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"},
-        **{"disable_tqdm": True, "ddp_timeout": 120},
     }
 
 
-def sizes(split: Split) -> dict[str, int]:
+def batch_sizes(split: Split) -> dict[str, int]:
     steps, left = divmod(STEP, split.micro_batch * split.processes)
     if left:
         raise Refused("the step is not divisible by the micro-batch")
@@ -71,23 +71,22 @@ def with_old_logps(base: Any) -> Any:
 
 def update(trainer_class: Any, args: Any, rows: list[Row], policy: Any, reference: Any) -> Gradient:
     """What a trainer subtracts from the weights of `policy` in a step with these completions."""
-
-    groups = [rows[start : start + GROUP] for start in range(0, len(rows), GROUP)]
+    of_prompts = groups(rows)
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        seen, found = Counter[str](), []
+        count, chosen = Counter[str](), []
         for prompt in prompts:
-            found.append(groups[int(prompt)][seen[prompt] % GROUP])
-            seen[prompt] += 1
+            chosen.append(of_prompts[int(prompt)][count[prompt] % GROUP])
+            count[prompt] += 1
         return {
-            "prompt_ids": [row.prompt_ids for row in found],
-            "completion_ids": [row.ids for row in found],
-            "logprobs": [row.sampler_logps for row in found],
-            "env_mask": [row.trained for row in found],
+            "prompt_ids": [row.prompt_ids for row in chosen],
+            "completion_ids": [row.ids for row in chosen],
+            "logprobs": [row.sampler_logps for row in chosen],
+            "env_mask": [row.trained for row in chosen],
         }
 
     def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        known = {(str(number), *row.ids): row.reward for number, group in enumerate(groups) for row in group}
+        known = {(str(number), *row.ids): row.reward for number, group in enumerate(of_prompts) for row in group}
         return [known[prompt, *ids] for prompt, ids in zip(prompts, completion_ids, strict=True)]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -100,7 +99,7 @@ def update(trainer_class: Any, args: Any, rows: list[Row], policy: Any, referenc
             model=policy,
             reward_funcs=reward,
             args=args,
-            train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(len(groups))]}),
+            train_dataset=Dataset.from_dict({"prompt": [str(number) for number in range(len(of_prompts))]}),
             processing_class=tiny_tokenizer(),
             rollout_func=rollout,
         )
@@ -113,5 +112,5 @@ def update(trainer_class: Any, args: Any, rows: list[Row], policy: Any, referenc
 
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
     with tempfile.TemporaryDirectory() as folder:
-        args = trl.GRPOConfig(folder, **settings(objective), **sizes(split))
+        args = trl.GRPOConfig(folder, **settings(objective), **batch_sizes(split))
         return update(with_old_logps(trl.GRPOTrainer), args, rows, policy, reference)

@@ -20,6 +20,9 @@ ENTRY = "AsyncGRPOTrainer.compute_loss, FixedCountBatcher, DataCollatorForRollou
 OBJECTIVES = ("dapo",)
 IN_ONE_PROCESS = True
 SPLITS = tuple(split for split in SPLITS if split.rollouts == 1)
+COUNTERS = [
+    f"_step_{name}" for name in ("forward_s", "forward_tokens", "trained_tokens", "seq_len_weighted", "samples")
+]
 REASONS = {"dapo": "a mean over each micro-batch, then over their number; trl#7206, open"}
 
 
@@ -29,11 +32,13 @@ def sample(row: Row, number: int, advantage: float) -> dict[str, Any]:
         "input_ids": torch.tensor(row.prompt_ids + row.ids),
         "completion_mask": torch.tensor(before + row.trained),
         "old_log_probs": torch.tensor(before + row.sampler_logps),
-        **{"advantage": advantage, "group_id": number // GROUP, "metrics": {}},
+        "advantage": advantage,
+        "group_id": number // GROUP,
+        "metrics": {},
     }
 
 
-def seen(inputs: dict[str, Any]) -> torch.Tensor:
+def attended(inputs: dict[str, Any]) -> torch.Tensor:
     """Which tokens of a packed row each token attends to, bool (N, N)."""
     size = inputs["input_ids"].size(1)
     mask_NN = torch.zeros(size, size, dtype=torch.bool)
@@ -46,29 +51,29 @@ def seen(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
-    steps = grpo.sizes(split)["gradient_accumulation_steps"]
+    steps = grpo.batch_sizes(split)["gradient_accumulation_steps"]
     advantages = exact.advantages(rows, exact.Definition())
     samples = [sample(row, number, advantages[number]) for number, row in enumerate(rows)]
 
     def forward(**inputs: Any) -> Any:
         ids, places = inputs["input_ids"], inputs["position_ids"]
-        logps_NV = policy(input_ids=ids, position_ids=places, attention_mask=seen(inputs)[None, None]).logits[0]
+        logps_NV = policy(input_ids=ids, position_ids=places, attention_mask=attended(inputs)[None, None]).logits[0]
         logps_NV = logps_NV.log_softmax(-1)
         labels = inputs["shift_labels"][0].clamp(min=0)[:, None]
         entropy = -(logps_NV.exp() * logps_NV).sum(-1)
         return SimpleNamespace(log_probs=logps_NV.gather(1, labels)[:, 0], entropy=entropy)
 
-    def same(value: Any, **_: Any) -> Any:
+    def unreduced(value: Any, **_: Any) -> Any:
         return value
 
     trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(num_processes=split.processes, reduce=same, gather=same),
-        **{"aux_loss_enabled": False, "epsilon_low": 0.2, "epsilon_high": 0.2},
-        **{"current_gradient_accumulation_steps": steps, "_metrics": {"train": defaultdict(list)}},
-        **dict.fromkeys(
-            ("_step_forward_tokens", "_step_trained_tokens", "_step_seq_len_weighted", "_step_samples"), 0.0
-        ),
-        _step_forward_s=0.0,
+        accelerator=SimpleNamespace(num_processes=split.processes, reduce=unreduced, gather=unreduced),
+        aux_loss_enabled=False,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        current_gradient_accumulation_steps=steps,
+        _metrics={"train": defaultdict(list)},
+        **dict.fromkeys(COUNTERS, 0.0),
     )
     collate = DataCollatorForRollout(pad_token_id=0, num_processes=split.processes)
     losses = []

@@ -7,19 +7,11 @@ import trl
 
 from tests.conform.adapters import trl as grpo
 from tests.conform.exact import Definition
-from tests.conform.given import MOST, Gradient, Objective, Row, Split, padded
+from tests.conform.given import GROUP, MAX_LENGTH, Gradient, Objective, Row, Split, padded
 
 NAME, VERSION, ENTRY = "TRL, RLOO", grpo.VERSION, "RLOOTrainer.train"
 OBJECTIVES = ("rloo",)
 DEFINITION = Definition(trains_tools=True)
-OTHERS = (
-    "loss_type",
-    "top_entropy_quantile",
-    "entropy_coef",
-    "epsilon_high",
-    "importance_sampling_level",
-    "mask_truncated_completions",
-)
 
 
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
@@ -37,11 +29,11 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             output = super()._generate_and_score_completions(inputs)
-            logps = padded(self.given["logprobs"], MOST, device=output["old_logps"].device)
+            logps = padded(self.given["logprobs"], MAX_LENGTH, device=output["old_logps"].device)
             output["old_logps"] = logps.sum(1)
             return output
 
-    settings = {name: value for name, value in grpo.settings(objective).items() if name not in OTHERS}
+    sizes = {"num_generations": GROUP, "max_completion_length": MAX_LENGTH, **grpo.batch_sizes(split)}
     with tempfile.TemporaryDirectory() as folder:
-        args = trl.RLOOConfig(folder, **settings, **grpo.sizes(split))
+        args = trl.RLOOConfig(folder, beta=0.0, shuffle_dataset=False, **grpo.SGD, **grpo.ON_CPU, **grpo.QUIET, **sizes)
         return grpo.update(Given, args, rows, policy, reference)

@@ -3,7 +3,6 @@
 The policy is wrapped by verl's `apply_fsdp2`; verl has no CPU platform, so one is set through its plugin interface.
 """
 
-import os
 from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -16,7 +15,7 @@ from verl.plugin.platform import set_platform
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 from tests.conform.exact import Definition
-from tests.conform.given import GROUP, MOST, PAD, Gradient, Objective, Refused, Row, Split, padded
+from tests.conform.given import GROUP, MAX_LENGTH, Gradient, Objective, Refused, Row, Split, left_padded, padded
 
 
 class OfCPU(PlatformCUDA):
@@ -41,35 +40,34 @@ ENTRY = (
     "FSDPEngineWithLMHead.forward_backward_batch, ppo_loss; clip_ratio_low=1 for cispo, luspo is gspo with "
     "seq-mean-token-sum"
 )
-REQUIRES = (
-    *("verl==0.9.1", "tensordict==0.10.0", "pyvers==0.2.3", "orjson==3.13.0", "ray==2.60.0", "codetiming==1.4.0"),
-    *("torchdata==0.11.0", "hydra-core==1.3.8", "omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3", "peft==0.21.2"),
-    *("cloudpickle==3.1.2", "msgpack==1.2.4", "jsonschema==4.26.0", "protobuf==7.36.2", "attrs==26.1.0"),
-    *("referencing==0.37.0", "rpds-py==2026.9.1", "jsonschema-specifications==2025.9.1"),
-)
 DEFINITION = Definition(epsilon=1e-6)
 MODES = {  # `loss_mode` and `loss_agg_mode`
     "grpo": ("vanilla", "seq-mean-token-mean"),
     "dapo": ("vanilla", "token-mean"),
-    **{"dr_grpo": ("vanilla", "seq-mean-token-sum-norm"), "cispo": ("cispo", "token-mean")},
-    **{"sapo": ("sapo", "seq-mean-token-mean"), "luspo": ("gspo", "seq-mean-token-sum")},
-    **{"gspo": ("gspo", "seq-mean-token-mean"), "dapo, entropy": ("vanilla", "token-mean")},
+    "dr_grpo": ("vanilla", "seq-mean-token-sum-norm"),
+    "cispo": ("cispo", "token-mean"),
+    "sapo": ("sapo", "seq-mean-token-mean"),
+    "luspo": ("gspo", "seq-mean-token-sum"),
+    "gspo": ("gspo", "seq-mean-token-mean"),
+    "dapo, entropy": ("vanilla", "token-mean"),
 }
 OBJECTIVES = tuple(MODES)
 
 
 def batch(rows: list[Row], dtype: torch.dtype) -> TensorDict:
     """A step's completions as verl's trainer has them before it drops padding: prompts end where answers start."""
-    width = max(len(row.prompt_ids) for row in rows)
-    prompts = padded([[PAD] * (width - len(row.prompt_ids)) + row.prompt_ids for row in rows], width)
-    of_prompts = padded([[0] * (width - len(row.prompt_ids)) + [1] * len(row.prompt_ids) for row in rows], width)
+    prompts = left_padded([row.prompt_ids for row in rows])
+    of_prompts = left_padded([[1] * len(row.prompt_ids) for row in rows], 0)
     responses, attended = padded([row.ids for row in rows]), padded([[1] * len(row.ids) for row in rows])
     attention_mask, response_mask = torch.cat([of_prompts, attended], 1), padded([row.trained for row in rows])
     rewards = padded([[0.0] * (len(row.ids) - 1) + [row.reward] for row in rows], dtype=dtype)
     groups = [number // GROUP for number in range(len(rows))]
     found = {
-        **{"input_ids": torch.cat([prompts, responses], 1), "prompts": prompts, "responses": responses},
-        **{"attention_mask": attention_mask, "response_mask": response_mask},
+        "input_ids": torch.cat([prompts, responses], 1),
+        "prompts": prompts,
+        "responses": responses,
+        "attention_mask": attention_mask,
+        "response_mask": response_mask,
         "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0),
         "old_log_probs": padded([row.sampler_logps for row in rows], dtype=dtype),
         "advantages": compute_grpo_outcome_advantage(rewards, response_mask, groups, DEFINITION.epsilon)[0],  # type: ignore[arg-type]
@@ -79,14 +77,19 @@ def batch(rows: list[Row], dtype: torch.dtype) -> TensorDict:
 
 def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, reference: Any) -> Gradient:
     if not dist.is_initialized():
-        alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        dist.init_process_group("gloo", **alone)
+        dist.init_process_group("gloo")
     mode, over = MODES[objective.name]
     config = ActorConfig(
-        **{"strategy": "fsdp2", "rollout_n": GROUP, "ppo_mini_batch_size": len(rows) // GROUP},
-        **{"ppo_micro_batch_size_per_gpu": split.micro_batch, "policy_loss": PolicyLossConfig(loss_mode=mode)},
-        **{"loss_agg_mode": over, "loss_scale_factor": MOST, "entropy_coeff": objective.entropy},
-        **{"clip_ratio_low": 1.0 if mode == "cispo" else 0.2, "clip_ratio_c": 1e9},
+        strategy="fsdp2",
+        rollout_n=GROUP,
+        ppo_mini_batch_size=len(rows) // GROUP,
+        ppo_micro_batch_size_per_gpu=split.micro_batch,
+        policy_loss=PolicyLossConfig(loss_mode=mode),
+        loss_agg_mode=over,
+        loss_scale_factor=MAX_LENGTH,
+        entropy_coeff=objective.entropy,
+        clip_ratio_low=1.0 if mode == "cispo" else 0.2,
+        clip_ratio_c=1e9,
     )
     try:
         config.validate(split.processes, len(rows) // GROUP // split.rollouts)
@@ -99,8 +102,12 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
     data = tensordict_utils.chunk_tensordict(batch(rows, policy.dtype), split.processes)[dist.get_rank()]
     tensordict_utils.assign_non_tensor(
         data,
-        **{"global_batch_size": len(rows), "micro_batch_size_per_gpu": split.micro_batch, "use_dynamic_bsz": False},
-        **{"use_remove_padding": False, "calculate_entropy": objective.entropy > 0, "temperature": 1.0},
+        global_batch_size=len(rows),
+        micro_batch_size_per_gpu=split.micro_batch,
+        use_dynamic_bsz=False,
+        use_remove_padding=False,
+        calculate_entropy=objective.entropy > 0,
+        temperature=1.0,
     )
     try:
         engine.forward_backward_batch(data, partial(ppo_loss, config))
