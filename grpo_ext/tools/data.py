@@ -46,7 +46,8 @@ def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset |
     except Exception as error:  # readers raise many kinds of errors
         values = {spec.name: getattr(data, spec.name) for spec in fields(DataArguments)}
         options = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
-        raise DataError(f"{error.__cause__ or error} (the data were asked for by {options})") from error
+        cause = str(error.__cause__ or error).rstrip(".")
+        raise DataError(f"{cause} (in the data of {options}).") from error
     return parts["train"], parts["test"]
 
 

@@ -234,7 +234,7 @@ RESUMED = ["--resume_from_checkpoint", "run/checkpoint-1", "--seed", "7"]
     ("options", "says"),
     [
         (RESUMED, r"belongs to another run:\n  seed: 42 in the"),
-        (["--prompt_column", "nothing"], r"The data cannot be used as .*prompt_column='nothing'"),
+        (["--prompt_column", "nothing"], r"not in the dataset.*in the data of .*prompt_column='nothing'"),
     ],
 )
 def test_two_processes_say_an_error_once_without_a_traceback(launch, own_task, tmp_path, monkeypatch, options, says):
