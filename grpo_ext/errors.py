@@ -19,6 +19,11 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def counted(number: float, noun: str) -> str:
+    """A number of things: `1 prompt`, `2.5 prompts`."""
+    return f"{number:.10g} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 class GrpoExtError(ValueError):
     """Base class; catch it to handle every deliberate error of this package."""
 

@@ -52,7 +52,13 @@ _ENGINE = ("use_vllm", "vllm_mode", "use_transformers_continuous_batching", "pad
 
 
 def check_arguments(
-    config: GRPOConfig, model: Any, data_sets: tuple[Any, Any], processing_class: Any, tools: Any, factories: Any
+    config: GRPOConfig,
+    model: Any,
+    rewards: Any,
+    data_sets: tuple[Any, Any],
+    processing_class: Any,
+    tools: Any,
+    factories: Any,
 ) -> Any:
     """Refuse arguments before anything is loaded; returns the tokenizer or processor."""
     settings.check_generation_kwargs(config)
@@ -64,6 +70,9 @@ def check_arguments(
         models.check_causal_lm(model)
         if config.rollout_lag:
             refuse_replaced_forward(model, by_user=True)
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
+        if isinstance(reward, str):
+            models.find_model(reward, {}, "reward model")
     if factories is None:
         for split, dataset in sets.items():
             check_prompts(dataset, split)

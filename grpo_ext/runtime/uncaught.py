@@ -13,7 +13,7 @@ from types import TracebackType
 from ..errors import GrpoExtError
 
 _PACKAGE = Path(__file__).parents[1]
-_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "torch", "transformers", "trl")
+_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "tenacity", "torch", "transformers", "trl")
 _INSTALLED = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
 _HIDDEN = tuple(f"{path}{os.sep}" for path in [_PACKAGE, *(root / name for root in _INSTALLED for name in _LIBRARIES)])
 _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"

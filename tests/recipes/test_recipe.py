@@ -178,7 +178,7 @@ def test_folder_with_checkpoints_is_refused_before_loading_and_the_resume_it_nam
     assert (tmp_path / "out" / "checkpoint-1").is_dir()
     (tmp_path / "model").rename(tmp_path / "gone")  # nothing may be loaded before the refusal
     refused = launch(*options, expect=2)
-    assert refused.stderr.startswith("error: --output_dir out already holds 1 checkpoint(s), the last checkpoint-1")
+    assert refused.stderr.startswith("error: --output_dir out already holds 1 checkpoint, the last checkpoint-1")
     assert len(refused.stderr.splitlines()) == 1
     remedy = re.search(r"`(--resume_from_checkpoint) (\S+)`", refused.stderr)
     assert remedy, refused.stderr
