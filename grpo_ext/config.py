@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import os
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast, get_args
@@ -19,7 +18,7 @@ import trl
 from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, geometry_of, group_size
-from .errors import ConfigError, did_you_mean
+from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
 from .runtime.uncaught import show_sentences
@@ -29,8 +28,10 @@ from .setting_rules import (
     check_algorithm,
     check_best_metric,
     check_bitwise,
+    check_kind,
     check_values,
     refuse_newer,
+    refuse_unknown,
 )
 
 
@@ -73,13 +74,12 @@ def forms_of(forward: str) -> tuple[Form, ...]:
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, with the same defaults, and these.
+    """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, and these.
 
-    Only `num_completions_to_print` has another default, 4.
-
-    The help of a field (`metadata["help"]`, and the `--help` of recipes/grpo.py) says what it is, its unit and default.
-    Sizes are over all processes unless they say per device. Of TRL's fields, `per_device_train_batch_size` may be any
-    positive integer, and `gradient_accumulation_steps` is derived where `global_batch_size` is set.
+    Defaults are TRL's, but for `num_completions_to_print`. The help of a field (`metadata["help"]`, and the `--help` of
+    recipes/grpo.py) says what it is, its unit and default. Sizes are over all processes unless they say per device. Of
+    TRL's fields, `per_device_train_batch_size` may be any positive integer, and `gradient_accumulation_steps` is
+    derived where `global_batch_size` is set.
 
     Raises:
         ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
@@ -295,12 +295,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __new__(cls, *args: Any, **settings: Any) -> GRPOConfig:
-        known = inspect.signature(cls.__init__).parameters
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in known.values()):
-            for name in settings.keys() - known.keys():
-                raise ConfigError(
-                    f"{cls.__name__} has no setting {name!r}; {did_you_mean(name, known, 'leave it out.')}"
-                )
+        refuse_unknown(cls, settings)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -339,14 +334,9 @@ class GRPOConfig(trl.GRPOConfig):
         check_best_metric(vars(self))
 
     def _check_settings(self) -> None:
-        for spec in dataclasses.fields(self):
-            choices, value = spec.metadata.get("choices"), getattr(self, spec.name)
-            if isinstance(value, str) and isinstance(spec.default, (int, float)):
-                raise ConfigError(f"{spec.name}={value!r} is text; pass it without quotes, as in {spec.default!r}.")
-            if spec.name in GRPOConfig.__annotations__ and choices and value not in choices:
-                names = ", ".join(map(repr, choices))
-                raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {names}.")
         settings = vars(self)
+        for spec in dataclasses.fields(self):
+            check_kind(spec, settings[spec.name], own=spec.name in GRPOConfig.__annotations__)
         refuse_newer(settings)
         check_values(settings)
         check_algorithm(settings)

@@ -104,9 +104,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         show_messages()
         config = GRPOConfig.for_model(args, model)
         data = (train_dataset, eval_dataset)
-        processing_class = check_arguments(
-            config, model, reward_funcs, data, processing_class, tools, environment_factory
-        )
+        user = (processing_class, tools, environment_factory)
+        processing_class = check_arguments(config, model, reward_funcs, data, *user)
         reward_funcs = check_teacher(config, model, teacher_model, processing_class, reward_funcs, environment_factory)
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)

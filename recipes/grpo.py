@@ -63,9 +63,9 @@ def check_output_dir(training: GRPOConfig) -> None:
         training.resume_from_checkpoint = None
         if saved:
             raise ConfigError(
-                f"--output_dir {folder} already holds {counted(len(saved), 'checkpoint')}, the last {saved[-1].name}; a new run "
-                f"never mixes with them. To continue that run, add `--resume_from_checkpoint {saved[-1]}`; to start "
-                "over, name another --output_dir."
+                f"--output_dir {folder} already holds {counted(len(saved), 'checkpoint')}, the last {saved[-1].name}; "
+                f"a new run never mixes with them. To continue that run, add `--resume_from_checkpoint {saved[-1]}`; "
+                "to start over, name another --output_dir."
             )
     elif resume == "auto":
         training.resume_from_checkpoint = "auto" if run_to_resume("auto", folder) else None

@@ -93,8 +93,9 @@ class Chat:
         if isinstance(prompt, str):
             if images:
                 raise DataError(
-                    f"a row has {counted(len(images), 'image')}, and its prompt is the text {prompt[:40]!r}; images belong in "
-                    "messages: write [{'role': 'user', 'content': ...}], and the chat template is applied later."
+                    f"a row has {counted(len(images), 'image')}, and its prompt is the text {prompt[:40]!r}; images "
+                    "belong in messages: write [{'role': 'user', 'content': ...}], and the chat template is applied "
+                    "later."
                 )
             return prompt
         has_column = "images" in row or "image" in row

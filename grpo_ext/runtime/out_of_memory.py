@@ -135,7 +135,8 @@ class MicroBatchLimits:
 
     def what_fits(self) -> str:
         tokens = "" if self.tokens is None else f", micro_batch_tokens={self.tokens}"
-        return f"Memory ran out {counted(self.failures, 'time')}. What fits here: per_device_train_batch_size={self.rows}{tokens}"
+        failures = counted(self.failures, "time")
+        return f"Memory ran out {failures}. What fits here: per_device_train_batch_size={self.rows}{tokens}"
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
