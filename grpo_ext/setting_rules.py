@@ -128,7 +128,7 @@ def refuse_newer(settings: Mapping[str, Any]) -> None:
 
 def refuse_unknown(config: type, names: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a keyword argument that the class of a configuration does not take."""
-    known = inspect.signature(config).parameters
+    known = inspect.signature(config.__init__).parameters  # type: ignore[misc]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for name in names.keys() - known.keys():
