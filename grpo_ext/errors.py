@@ -27,6 +27,12 @@ def counted(number: float, noun: str) -> str:
 class GrpoExtError(ValueError):
     """Base class; catch it to handle every deliberate error of this package."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows for an uncaught one."""
+        from .runtime.uncaught import of_the_user
+
+        return of_the_user(self).splitlines()
+
 
 def quiet(error: GrpoExtError) -> GrpoExtError:
     """Copy an error for a process that need not report it: uncaught, it ends the process silently, with status 1."""

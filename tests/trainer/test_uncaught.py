@@ -3,7 +3,9 @@
 import subprocess
 import sys
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.runtime.uncaught import of_the_user
@@ -39,6 +41,17 @@ def test_a_script_shows_its_own_lines_and_a_variable_brings_back_all(tmp_path):
     whole = ended("a column", tmp_path / "b", GRPO_EXT_TRACEBACK="full")
     assert "grpo_ext/trainer.py" in whole
     assert whole.splitlines()[-1] == shown.splitlines()[-1]
+
+
+def test_a_notebook_shows_the_cell_and_the_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    cell = nbformat.v4.new_code_cell("from grpo_ext import GRPOConfig\n\nGRPOConfig('out', global_batchsize=8)")
+    notebook = nbformat.v4.new_notebook(cells=[cell])
+    NotebookClient(notebook, timeout=300, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    [shown] = [output.traceback for output in notebook.cells[0].outputs if output.output_type == "error"]
+    assert "did you mean 'global_batch_size'?" in shown[-1]
+    assert len(shown) <= 5
+    assert "line 3" in shown[1]
 
 
 def test_errors_of_others_are_shown_as_python_shows_them(monkeypatch):
