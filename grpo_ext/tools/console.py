@@ -109,7 +109,7 @@ class Console(ProgressCallback):
         (begun, first), step = self._begun, state.global_step
         elapsed = time.perf_counter() - begun
         left = elapsed / max(step - first, 1) * (state.max_steps - step)
-        return f"{tqdm.format_interval(elapsed)}, {tqdm.format_interval(left)} left"
+        return f"{tqdm.format_interval(elapsed)} elapsed, {tqdm.format_interval(left)} left"
 
 
 def _on_terminal() -> bool:

@@ -7,7 +7,6 @@ adapters the table is printed. What the .txt file beside an adapter lists is ins
 """
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from typing import Any
 
 from tests.bench.figures import write_conform_plot
 from tests.conform.given import OBJECTIVES
-from tests.conform.table import page, table
+from tests.conform.table import is_wrong, page, table
 from tests.support.launch import environment
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +31,7 @@ NOT_RUN = (
     {"name": "TRL 1.15.0", "failed": "its log-probabilities are a Triton kernel without a CPU path"},
     {"name": "prime-rl", "failed": "`train` counts the tokens that its `compute_loss` divides by, and needs GPUs"},
 )
-PATIENCE_S = 3600.0  # one that hangs ends then
+PATIENCE_S = 900.0  # a launch that hangs ends then
 
 
 def install(adapter: Path) -> str:
@@ -56,15 +55,20 @@ def run(adapter: Path, processes: int, path: str, objectives: Sequence[str]) -> 
     file.unlink(missing_ok=True)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [sys.executable, "-W", "ignore", *launch, "-m", "tests.conform.worker"]
-    paths = os.pathsep.join(filter(None, [path, str(ROOT)]))
+    paths = os.pathsep.join(filter(None, [path, str(ROOT), os.environ.get("PYTHONPATH")]))
     env = environment(PYTHONPATH=paths, OMP_NUM_THREADS="1", TRL_EXPERIMENTAL_SILENCE="1")
     with log.open("w") as output:
         arguments = [*command, str(adapter), str(file), *objectives]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(arguments, env=env, stdout=output, stderr=output, cwd=ROOT, timeout=PATIENCE_S)
+        process = subprocess.Popen(arguments, env=env, stdout=output, stderr=output, cwd=ROOT)
+        try:
+            process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its workers
+            process.wait()
+            return {"name": adapter.stem, "failed": f"it did not end in {PATIENCE_S:.0f} s", "log": str(log)}
     if not file.exists():
         errors = re.findall(r"^(?:\[rank\d\]: )?(\w+Error: .*)", log.read_text(), re.MULTILINE)
-        return {"name": adapter.stem, "failed": (errors or ["it ended without a result"])[0][:200], "log": str(log)}
+        return {"name": adapter.stem, "failed": (errors or ["it ended without a result"])[0][:400], "log": str(log)}
     return dict(json.loads(file.read_text()))
 
 
@@ -76,17 +80,23 @@ def results(adapter: Path, objectives: Sequence[str] = ()) -> dict[str, Any]:
     except subprocess.CalledProcessError:
         return {"name": adapter.stem, "failed": f"{adapter.with_suffix('.txt')} could not be installed"}
     found = run(adapter, 1, path, objectives)
-    if "failed" not in found and not found["in_one_process"]:
+    if left := found.get("left"):
         more = run(adapter, 2, path, objectives)
-        if "failed" in more:
-            print(f"{adapter.stem} on two processes: {more['failed']} ({more['log']})", file=sys.stderr)
-        found["cells"] += more.get("cells", [])
+        first = {cell["objective"]: cell["dtype"] for cell in reversed(found["cells"])}
+        ended = {"failed": f"two processes: {more.get('failed')} ({more.get('log')})"}
+        lost = [{"objective": name, "split": split, "dtype": first[name], **ended} for name in first for split in left]
+        found["cells"] += more.get("cells", lost)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make conform", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("adapters", nargs="*", type=Path, help="files of adapters; all that are known, if left out")
+    parser.add_argument(
+        "adapters",
+        nargs="*",
+        type=lambda path: Path(path).resolve(),
+        help="files of adapters; all that are known, if left out",
+    )
     parser.add_argument(
         "--objective", action="append", default=[], choices=OBJECTIVES, help="one alone; may be repeated"
     )
@@ -98,7 +108,7 @@ def main() -> None:
     for adapter in arguments.adapters or [ADAPTERS / f"{name}.py" for name in ALL]:
         print(f"{adapter.stem} ...", file=sys.stderr, flush=True)
         found.append(results(adapter, arguments.objective))
-    failed = any("failed" in result for result in found)
+    failed = any("failed" in result or any(is_wrong(result, cell) for cell in result["cells"]) for result in found)
     if failed or arguments.adapters or arguments.objective:
         print(table(found))
         sys.exit(failed)

@@ -4,6 +4,7 @@
 tokens of a tool, a completion that was cut off; and the sizes of the models.
 """
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ SPLITS = (Split(16), Split(5), Split(1), Split(4, rollouts=2), Split(8, 2), Spli
 
 
 def read() -> list[Row]:
-    return [Row(**row) for row in GIVEN["rows"]]
+    return [Row(**row) for row in copy.deepcopy(GIVEN["rows"])]
 
 
 def groups(rows: list[Row]) -> list[list[Row]]:

@@ -1,14 +1,15 @@
 """The exact update against other ways to compute it, faults that the table must show, and the rows of two trainers."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.conform import exact, given
-from tests.conform.__main__ import ADAPTERS, results
-from tests.conform.given import OBJECTIVES, Split, gradient_of, log_probs, model, read
-from tests.conform.table import RIGHT, page, summary, table
+from tests.conform.__main__ import ADAPTERS, ROOT, results
+from tests.conform.given import OBJECTIVES, SPLITS, Split, gradient_of, log_probs, model, read
+from tests.conform.table import RIGHT, is_wrong, page, summary, table
 from tests.conform.worker import DEFAULTS, cell, error, load
 from tests.estimators import objectives as of
 from tests.estimators.policy import LENGTHS_N, REWARDS_PN, Distribution, flat_parameters
@@ -121,6 +122,25 @@ def test_this_package_makes_the_exact_update(name):
     policy, reference = (model(objective, torch.float64, seed) for seed in (0, 1))
     wanted = gradient_of(policy, lambda: exact.loss(objective, ROWS, policy, reference))
     assert cell(adapter, objective, Split(5), wanted, torch.float64)["error"] < RIGHT
+
+
+@pytest.mark.full
+def test_the_adapter_of_the_page_is_exact_and_wrong_ones_show(tmp_path):
+    text = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "conform.md").read_text(), re.DOTALL)[0]
+    for name, change, splits in (
+        ("exact", ("", ""), set()),
+        ("unsynchronised", ("dist.all_reduce(value)", "pass"), {"2 x 8", "2 x 2"}),
+        ("apart", ("if split.processes > 1", "if False"), {"2 x 8", "2 x 2"}),
+        ("local", ("/ tokens", "/ sum(sum(row.trained) for row, _ in own)"), {"2 x 8", "2 x 2"}),
+        (
+            "nothing",
+            ("loss.backward()", "(loss * float('nan')).backward()"),
+            {one.name for one in SPLITS[:3] + SPLITS[4:]},
+        ),
+    ):
+        (tmp_path / f"{name}.py").write_text(text.replace(*change) if change[0] else text)
+        result = results(tmp_path / f"{name}.py")
+        assert {cell["split"] for cell in result["cells"] if is_wrong(result, cell)} == splits, name
 
 
 def test_the_page_keeps_what_is_written_by_hand():

@@ -7,6 +7,7 @@ the processes, which run one after the other and whose gradients are averaged.
 
 import os
 import tempfile
+from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,5 @@ def gradient(objective: Objective, split: Split, rows: list[Row], policy: Any, r
             current_gradient_accumulation_steps=steps,
         )[0]
 
-    starts = range(0, len(rows), split.micro_batch)
-    summed = gradient_of(policy, *[lambda start=start: loss(start) for start in starts])
+    summed = gradient_of(policy, *(partial(loss, start) for start in range(0, len(rows), split.micro_batch)))
     return {name: value / split.processes for name, value in summed.items()}
