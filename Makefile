@@ -25,7 +25,7 @@ ENGINES := $(VENV)/.engines
 $(ENGINES): $(READY)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[deepspeed]' \
 		|| echo "DeepSpeed could not be installed; the tests that need it are skipped"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[trackers]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[trackers,release]'
 	@touch $@
 
 setup: $(READY)  ## make the environment
@@ -132,7 +132,7 @@ conform: $(READY)  ## compare the updates of several GRPO trainers with the exac
 bench: $(READY)  ## the reference shapes against stock TRL, by phase (under 20 minutes; ARGS=--long for all of them)
 	@$(BIN)/python -m tests.bench $(ARGS)
 
-estimators: $(READY)  ## what each setting is the gradient of, on a policy that can be enumerated (about 20 minutes)
+estimators: $(READY)  ## which objective each setting optimises, on a policy that can be enumerated (about 20 minutes)
 	@$(BIN)/python -m tests.estimators $(ARGS)
 
 lint: $(READY)  ## ruff, mypy, sizes of files and functions, code tokens of the package

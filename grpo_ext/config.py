@@ -21,14 +21,17 @@ from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
+from .runtime.uncaught import show_sentences
 from .setting_rules import (
     asks_for,
     check_ahead,
     check_algorithm,
     check_best_metric,
     check_bitwise,
+    check_kind,
     check_values,
     refuse_newer,
+    refuse_unknown,
 )
 
 
@@ -55,6 +58,8 @@ class Replay(NamedTuple):
 
 NO_REPLAY = Replay()
 
+show_sentences()
+
 
 def setting(help: str, default: Any = None, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
@@ -69,11 +74,12 @@ def forms_of(forward: str) -> tuple[Form, ...]:
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, with the same defaults, and these.
+    """Configuration of `grpo_ext.GRPOTrainer`: every field of `trl.GRPOConfig`, and these.
 
-    The help of a field (`metadata["help"]`, and the `--help` of recipes/grpo.py) says what it is, its unit and default.
-    Sizes are over all processes unless they say per device. Of TRL's fields, `per_device_train_batch_size` may be any
-    positive integer, and `gradient_accumulation_steps` is derived where `global_batch_size` is set.
+    Defaults are TRL's, but for `num_completions_to_print`. The help of a field (`metadata["help"]`, and the `--help` of
+    recipes/grpo.py) says what it is, its unit and default. Sizes are over all processes unless they say per device. Of
+    TRL's fields, `per_device_train_batch_size` may be any positive integer, and `gradient_accumulation_steps` is
+    derived where `global_batch_size` is set.
 
     Raises:
         ConfigError: sizes that break a rule, fields that contradict, unknown names; before anything is loaded.
@@ -275,12 +281,22 @@ class GRPOConfig(trl.GRPOConfig):
         "Seconds one call of a tool, or an environment's `reset`, may take before it fails. Default: no limit."
     )
 
+    # Logs.
+    num_completions_to_print: int | None = setting(
+        "Completions that log_completions prints at a log; all are in the run's folder. None prints all, as in TRL.",
+        default=4,
+    )
+
     # Refusals.
     allow_split_dependent: bool = setting(
         "Warn, not refuse, if the model or settings make the update depend on the split (BatchNorm, NEFTune, and "
         "dropout that does not belong to tokens).",
         default=False,
     )
+
+    def __new__(cls, *args: Any, **settings: Any) -> GRPOConfig:
+        refuse_unknown(cls, settings)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_settings()
@@ -318,12 +334,9 @@ class GRPOConfig(trl.GRPOConfig):
         check_best_metric(vars(self))
 
     def _check_settings(self) -> None:
-        for spec in dataclasses.fields(self):
-            choices, value = spec.metadata.get("choices"), getattr(self, spec.name)
-            if spec.name in GRPOConfig.__annotations__ and choices and value not in choices:
-                names = ", ".join(map(repr, choices))
-                raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {names}.")
         settings = vars(self)
+        for spec in dataclasses.fields(self):
+            check_kind(spec, settings[spec.name], own=spec.name in GRPOConfig.__annotations__)
         refuse_newer(settings)
         check_values(settings)
         check_algorithm(settings)

@@ -19,8 +19,19 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def counted(number: float, noun: str) -> str:
+    """A number of things: `1 prompt`, `2.5 prompts`."""
+    return f"{number:.10g} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
+
+
 class GrpoExtError(ValueError):
     """Base class; catch it to handle every deliberate error of this package."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows for an uncaught one."""
+        from .runtime.uncaught import of_the_user
+
+        return of_the_user(self).splitlines()
 
 
 def quiet(error: GrpoExtError) -> GrpoExtError:

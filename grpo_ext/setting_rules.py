@@ -4,6 +4,7 @@ Checked before anything is loaded. Rules for sizes are in batching.sizes, and ru
 """
 
 import dataclasses
+import inspect
 import math
 import os
 import re
@@ -20,7 +21,7 @@ from .algorithms.pass_at_k import logged_k
 from .algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
 from .batching.sizes import require_whole
 from .compat import WORKS
-from .errors import ConfigError, refuse_combination
+from .errors import ConfigError, did_you_mean, refuse_combination
 
 # the smallest values of settings that are whole numbers
 _LEAST = dict.fromkeys(("per_device_eval_batch_size", "dynamic_sampling_max_rounds", "bitwise_threads"), 1)
@@ -125,6 +126,24 @@ def refuse_newer(settings: Mapping[str, Any]) -> None:
                 )
 
 
+def refuse_unknown(config: type, names: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a keyword argument that the class of a configuration does not take."""
+    known = inspect.signature(config.__init__).parameters  # type: ignore[misc]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in names.keys() - known.keys():
+        raise ConfigError(f"{config.__name__} has no setting {name!r}; {did_you_mean(name, known, 'leave it out.')}")
+
+
+def check_kind(spec: dataclasses.Field[Any], value: Any, own: bool) -> None:
+    """Raise a ConfigError for text in the place of a number, or a value that is not among a field's own choices."""
+    if isinstance(value, str) and isinstance(spec.default, (int, float)):
+        raise ConfigError(f"{spec.name}={value!r} is text; pass it without quotes, as in {spec.default!r}.")
+    choices = spec.metadata.get("choices")
+    if own and choices and value not in choices:
+        raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}.")
+
+
 def check_values(settings: Mapping[str, Any]) -> None:
     for name, least in _LEAST.items():
         if settings[name] is not None or name not in _MAY_BE_NONE:
@@ -132,6 +151,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
     seconds = "seconds, more than 0, or None for no limit"
     least_k = -1 if settings["use_vllm"] else 0  # -1 and 0 mean all tokens
     for name, takes, allowed in (
+        ("epsilon", "a number above 0", lambda value: 0 < value < math.inf),
         ("beta", "0 or more", lambda value: 0 <= value < math.inf),
         ("temperature", "a number above 0", lambda value: 0 < value < math.inf),
         ("top_entropy_quantile", "a number from 0 to 1", lambda value: 0 <= value <= 1),

@@ -30,7 +30,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
-from grpo_ext.errors import ConfigError, GrpoExtError, ProcessError, RewardError
+from grpo_ext.errors import ConfigError, GrpoExtError, ProcessError, RewardError, counted
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints, record_start, run_to_resume
 from grpo_ext.run.trail_comparison import SAME
@@ -63,9 +63,9 @@ def check_output_dir(training: GRPOConfig) -> None:
         training.resume_from_checkpoint = None
         if saved:
             raise ConfigError(
-                f"--output_dir {folder} already holds {len(saved)} checkpoint(s), the last {saved[-1].name}; a new run "
-                f"never mixes with them. To continue that run, add `--resume_from_checkpoint {saved[-1]}`; to start "
-                "over, name another --output_dir."
+                f"--output_dir {folder} already holds {counted(len(saved), 'checkpoint')}, the last {saved[-1].name}; "
+                f"a new run never mixes with them. To continue that run, add `--resume_from_checkpoint {saved[-1]}`; "
+                "to start over, name another --output_dir."
             )
     elif resume == "auto":
         training.resume_from_checkpoint = "auto" if run_to_resume("auto", folder) else None

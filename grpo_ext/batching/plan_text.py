@@ -1,5 +1,6 @@
 """The plan of a run as text: logged when a run starts, printed by `grpo-ext plan`, and shown in a report."""
 
+from ..errors import counted
 from .sizes import BatchGeometry, EpochLayout, ceil_div
 
 
@@ -27,11 +28,14 @@ def describe_plan(
     budget = "" if micro_batch_tokens is None else f" and {micro_batch_tokens} tokens"
     shared = f", {g.sequence_parallel_size} for each micro-batch" if g.sequence_parallel_size > 1 else ""
     rows = [
-        ("optimizer step", f"{g.global_batch_size} completions = {g.global_batch_size / group:g} prompts x {group}"),
-        ("rollout", f"{g.rollout_batch_size} completions, {chunks} chunk(s) of up to {g.rollout_chunk_size}"),
-        ("steps per rollout", f"{g.steps_per_rollout} x {g.num_iterations} iteration(s)"),
+        (
+            "optimizer step",
+            f"{g.global_batch_size} completions = {counted(g.global_batch_size / group, 'prompt')} x {group}",
+        ),
+        ("rollout", f"{g.rollout_batch_size} completions, {counted(chunks, 'chunk')} of up to {g.rollout_chunk_size}"),
+        ("steps per rollout", f"{g.steps_per_rollout} x {counted(g.num_iterations, 'iteration')}"),
         ("processes", f"{g.num_processes}{shared}"),
-        ("micro-batch", f"up to {g.micro_batch_size} completions{budget} per device"),
+        ("micro-batch", f"up to {counted(g.micro_batch_size, 'completion')}{budget} per device"),
         ("micro-batches per step", f"{g.accumulation_steps} per process ({'or more' if budget else 'derived'})"),
     ]
     rows[2:2] = _sampling(g, longest, most_kept)
@@ -50,8 +54,8 @@ def _sampling(g: BatchGeometry, longest: int | None, most_kept: int | None) -> l
     rows, size = [], " (4 bytes each)"
     if longest is not None:
         idle = f", {g.idle_share:.0%} idle" if g.num_processes > 1 else ""
-        calls = f"{g.generate_calls} call(s) of up to {g.generate_size}"
-        rows.append(("sampling", f"{calls}, up to {g.generate_calls * longest} decode steps{idle}"))
+        calls = f"{counted(g.generate_calls, 'call')} of up to {g.generate_size}"
+        rows.append(("sampling", f"{calls}, up to {counted(g.generate_calls * longest, 'decode step')}{idle}"))
         size = f", {g.rollout_batch_size * longest * (most_kept or 0) * 4 / 2**20:,.0f} MiB per rollout batch"
     if most_kept is not None:
         rows.append(("sampling masks", f"up to {most_kept} ids per token{size}"))
@@ -89,12 +93,14 @@ def _epoch_rows(layout: EpochLayout, epochs: float | None) -> list[tuple[str, st
     group, steps = layout.geometry.num_generations, len(layout)
     last = len(layout[steps - 1].step_rows) if steps else 0
     dropped = layout.num_prompts * group - layout.trained_completions
-    what = f"{dropped} completion(s)" if dropped % group else f"{dropped // group} prompt(s)"
+    what = counted(dropped, "completion") if dropped % group else counted(dropped // group, "prompt")
     note = f", {what} dropped" if dropped else ""
     rows = [
-        ("epoch", f"{layout.num_prompts} prompts = {steps} optimizer steps{note}"),
-        ("last step of an epoch", f"{last / group:g} prompts = {last} completions"),
+        ("epoch", f"{counted(layout.num_prompts, 'prompt')} = {counted(steps, 'optimizer step')}{note}"),
+        ("last step of an epoch", f"{counted(last / group, 'prompt')} = {last} completions"),
     ]
     if epochs is not None:
-        rows.append(("run", f"{epochs:g} epoch(s), about {int(epochs * steps + 0.999)} optimizer steps"))
+        rows.append(
+            ("run", f"{counted(epochs, 'epoch')}, about {counted(int(epochs * steps + 0.999), 'optimizer step')}")
+        )
     return rows

@@ -19,6 +19,11 @@ from ..view import TrainerView
 
 def named_sets(train: Any, evaluation: Any) -> dict[str, Any]:
     """The training set and every evaluation set, by what messages call them."""
+    if isinstance(train, dict):
+        names = ", ".join(map(repr, train))
+        raise DataError(
+            f"train_dataset has the splits {names}; pass one of them, as dataset[{next(iter(train), '')!r}]."
+        )
     named = {"training": train}
     if isinstance(evaluation, dict):
         named |= {f"evaluation '{name}'": dataset for name, dataset in evaluation.items()}

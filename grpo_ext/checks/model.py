@@ -48,7 +48,7 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def find_model(name: str, load: Mapping[str, Any]) -> None:
+def find_model(name: str, load: Mapping[str, Any], what: str = "model") -> None:
     """Refuse a model that cannot be found; without a network at once, where transformers would retry."""
     place = {key: load[key] for key in ("revision", "token", "cache_dir") if load.get(key) is not None}
     reached = True
@@ -60,7 +60,10 @@ def find_model(name: str, load: Mapping[str, Any]) -> None:
     try:
         cached_file(name, "config.json", **place, local_files_only=not reached)
     except OSError as error:
-        raise ModelError(f"model {name!r} cannot be loaded; check the path or the name. {error}") from None
+        path = Path(name).expanduser()
+        if name.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir()):
+            raise ModelError(f"there is no folder {name!r} with a {what}; check the path.") from None
+        raise ModelError(f"{what} {name!r} cannot be loaded; check the path or the name. {error}") from None
 
 
 def refuse_frozen(model: nn.Module) -> None:

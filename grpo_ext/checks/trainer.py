@@ -52,10 +52,17 @@ _ENGINE = ("use_vllm", "vllm_mode", "use_transformers_continuous_batching", "pad
 
 
 def check_arguments(
-    config: GRPOConfig, model: Any, data_sets: tuple[Any, Any], processing_class: Any, tools: Any, factories: Any
+    config: GRPOConfig,
+    model: Any,
+    rewards: Any,
+    data_sets: tuple[Any, Any],
+    processing_class: Any,
+    tools: Any,
+    factories: Any,
 ) -> Any:
     """Refuse arguments before anything is loaded; returns the tokenizer or processor."""
     settings.check_generation_kwargs(config)
+    sets = named_sets(*data_sets)
     if isinstance(model, str):
         models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
     else:
@@ -63,8 +70,11 @@ def check_arguments(
         models.check_causal_lm(model)
         if config.rollout_lag:
             refuse_replaced_forward(model, by_user=True)
+    for reward in rewards if isinstance(rewards, list) else [rewards]:
+        if isinstance(reward, str):
+            models.find_model(reward, {}, "reward model")
     if factories is None:
-        for split, dataset in named_sets(*data_sets).items():
+        for split, dataset in sets.items():
             check_prompts(dataset, split)
     check_names([data for data in with_length(*data_sets) if hasattr(data, "select_columns")], factories)
     if processing_class is None:
@@ -72,7 +82,7 @@ def check_arguments(
     if getattr(processing_class, "tokenizer", processing_class).eos_token_id is None:
         raise ConfigError("the tokenizer has no end token; set tokenizer.eos_token, and pass it as processing_class.")
     if tools or factories is not None:
-        first_rows = [row for data in named_sets(*data_sets).values() for row in itertools.islice(data, 1)]
+        first_rows = [row for data in sets.values() for row in itertools.islice(data, 1)]
         check_tools(tools or [], processing_class, first_rows)
     if config.dynamic_sampling and data_sets[0] is not None and not hasattr(data_sets[0], "__len__"):
         raise ConfigError(

@@ -13,7 +13,7 @@ from transformers import ProcessorMixin
 from trl import is_conversational
 
 from ..compat import parse_response, prepare_multimodal_messages
-from ..errors import DataError
+from ..errors import DataError, counted
 from ..forward.images import images_of
 from .transcript import Messages, Transcript
 
@@ -93,8 +93,9 @@ class Chat:
         if isinstance(prompt, str):
             if images:
                 raise DataError(
-                    f"a row has {len(images)} image(s), and its prompt is the text {prompt[:40]!r}; images belong in "
-                    "messages: write [{'role': 'user', 'content': ...}], and the chat template is applied later."
+                    f"a row has {counted(len(images), 'image')}, and its prompt is the text {prompt[:40]!r}; images "
+                    "belong in messages: write [{'role': 'user', 'content': ...}], and the chat template is applied "
+                    "later."
                 )
             return prompt
         has_column = "images" in row or "image" in row

@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from ..algorithms.advantages import fill_places
 from ..batching.prompt_order import StepDataset, StepRows
 from ..config import GRPOConfig
-from ..errors import ConfigError, RolloutError
+from ..errors import ConfigError, RolloutError, counted
 from .batch import ROW_IMAGES, RolloutBatch, gather_scored
 from .equal_shares import refuse_unequal_shares
 from .images import ImageSource
@@ -90,7 +90,7 @@ def round_by_user(
     if args.dynamic_sampling and settings.sampling.training and not scored_once:
         raise RolloutError(
             f"_generate_and_score_completions returned {len(batch)} completions and called TRL's method "
-            f"{len(made)} time(s), for {sum(map(len, made))}; dynamic_sampling=True needs the "
+            f"{counted(len(made), 'time')}, for {sum(map(len, made))}; dynamic_sampling=True needs the "
             "rewards of what it returns. Call super() once, for the rows that are returned, or set it to False."
         )
     if not made:  # it did not call TRL's method

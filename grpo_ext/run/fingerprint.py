@@ -25,7 +25,7 @@ from transformers.utils import get_json_schema
 from ..algorithms.advantages import THRESHOLD, takes_keyword
 from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
-from ..errors import CheckpointError, shortened
+from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
 from ..forward.architecture import base_model_of
 from ..runtime.collectives import shards_parameters
 from ..view import TrainerView
@@ -237,13 +237,13 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The differences as `name: (saved, current)`; not those of names that only one has, or that an engine shards."""
-
-    def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-        model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
-        return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
-
-    old, new = flat(saved), flat(current)
+    old, new = _flat(saved), _flat(current)
     return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
+
+
+def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
+    return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
 
 
 def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
@@ -274,7 +274,12 @@ def check_same_run(
     fixed = {name for name in changes if name in _OPTIMIZER or name.startswith("optimizer.")}
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}
-    allowed = ({allowed} if isinstance(allowed, str) else set(allowed)) - fixed
+    allowed = {allowed} if isinstance(allowed, str) else set(allowed)
+    known = {*_flat(saved), *_flat(current), *vars(GRPOConfig), "optimizer", "lr_scheduler", "stopped_early"}
+    for name in sorted(allowed - known):
+        otherwise = "leave it out."
+        raise ConfigError(f"allow_changed_on_resume={name!r} is unknown; {did_you_mean(name, known, otherwise)}")
+    allowed -= fixed
     refused = {n: v for n, v in changes.items() if n in fixed or allowed.isdisjoint((n, n.split(".")[0]))}
     if not refused:
         return changes

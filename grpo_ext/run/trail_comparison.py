@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from ..algorithms.digests import distance
+from ..errors import counted
 from .log import finite
 from .trail import ReadTrail
 
@@ -132,7 +133,7 @@ def _lacks(name: str, trail: ReadTrail) -> Iterator[str]:
     if steps and steps[0] > 1:
         yield f"{name} has no trail before step {steps[0]}, so only later steps were compared."
     if steps and (gaps := sorted({*range(steps[0], steps[-1])}.difference(steps))):
-        yield f"{name} lacks {len(gaps)} step(s) in between, the first is {gaps[0]}; they were not compared."
+        yield f"{name} lacks {counted(len(gaps), 'step')} in between, the first is {gaps[0]}; they were not compared."
 
 
 def _of_step(step: int, a: ReadTrail, b: ReadTrail, start: dict[str, Any], sized: list[int]) -> Iterator[Difference]:

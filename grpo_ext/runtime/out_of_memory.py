@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from ..batching.sizes import ceil_div
-from ..errors import MemoryShortageError
+from ..errors import MemoryShortageError, counted
 
 logger = get_logger(__name__)
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Halving:
             clear_device_cache(garbage_collection=True)
             if not self.enabled or len(piece) == 1:
                 raise MemoryShortageError(
-                    f"{self.what} ran out of memory with {len(piece)} completion(s) ({reason}); {self.remedy}."
+                    f"{self.what} ran out of memory with {counted(len(piece), 'completion')} ({reason}); {self.remedy}."
                 )
             size = self.limit = ceil_div(len(piece), 2)
             logger.warning(
@@ -131,13 +131,12 @@ class MicroBatchLimits:
             self.rows = min(self.rows, largest_rows)
             return f"micro_batch_tokens={self.tokens}"
         self.rows = ceil_div(min(self.rows, largest_rows), 2)
-        return f"{self.rows} completion(s) at a time"
+        return f"{counted(self.rows, 'completion')} at a time"
 
     def what_fits(self) -> str:
         tokens = "" if self.tokens is None else f", micro_batch_tokens={self.tokens}"
-        return (
-            f"Memory ran out {self.failures} time(s). What fits here: per_device_train_batch_size={self.rows}{tokens}"
-        )
+        failures = counted(self.failures, "time")
+        return f"Memory ran out {failures}. What fits here: per_device_train_batch_size={self.rows}{tokens}"
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

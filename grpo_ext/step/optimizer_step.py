@@ -19,7 +19,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from ..algorithms.keyed_random import DROPOUT_STREAM, derive_key
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
-from ..errors import MemoryShortageError, PrecisionError
+from ..errors import MemoryShortageError, PrecisionError, counted
 from ..forward.dropout import is_keyed
 from ..forward.runner import ForwardRunner
 from ..precision.non_finite import explanation, first_module
@@ -250,7 +250,8 @@ class StepPlanner:
         if unit_rows is not None:
             if number:
                 raise MemoryShortageError(
-                    f"{what} ran out of memory twice ({reason}) with canonical units of {unit_rows} completion(s), "
+                    f"{what} ran out of memory twice ({reason}) with canonical units of "
+                    f"{counted(unit_rows, 'completion')}, "
                     "which bitwise_invariant=True does not cut. What helps: a smaller canonical_unit_size (it belongs "
                     "to what the run means), gradient_checkpointing=True, a smaller max_completion_length."
                 )

@@ -46,7 +46,8 @@ def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset |
     except Exception as error:  # readers raise many kinds of errors
         values = {spec.name: getattr(data, spec.name) for spec in fields(DataArguments)}
         options = ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
-        raise DataError(f"The data cannot be used as {options}: {error.__cause__ or error}") from error
+        cause = str(error.__cause__ or error).rstrip(".")
+        raise DataError(f"{cause} (in the data of {options}).") from error
     return parts["train"], parts["test"]
 
 
@@ -65,6 +66,8 @@ def _read(source: str, data: DataArguments) -> Dataset:
             f"the file is empty, or '{path.suffix}' is not a supported format; use one of {', '.join(_BUILDERS)}, or a "
             "folder made by save_to_disk."
         )
+    if builder is not None and not path.is_file():
+        raise ValueError(f"there is no file {source}; check the path.")
     if builder is not None:
         return load_dataset(builder, data_files=str(path), split="train")
     return load_dataset(source, data.dataset_config, split=split)

@@ -34,11 +34,11 @@ HELD_OUT = "held_out_exact_match"  # the demo's own measurement
 _SHARES = ("completions/clipped_ratio", "(clip_ratio/region_mean|cispo_clip_ratio|.+/left_out)", "frac_reward_zero_std")
 # for each plot: title, unit, patterns of the names of its values
 _PLOTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Evaluation", "mean over prompts", (HELD_OUT, f"eval_{PASS}", "eval_reward")),
     ("Reward", "reward", ("reward", "rewards/.+/mean")),
+    ("Evaluation", "mean over prompts", (HELD_OUT, f"eval_{PASS}", "eval_reward")),
     ("Completion length", "tokens", ("completions/(mean|min|max)_length",)),
-    ("Cut completions, clipped tokens, groups without variance", "share", _SHARES),
     ("Entropy, KL to the reference and the teacher", "nats per token", ("entropy", "kl", "teacher_kl")),
+    ("Cut completions, clipped tokens, groups without variance", "share", _SHARES),
     ("Gradient norm before clipping", "norm", ("grad_norm",)),
     ("Time by phase", "seconds per step", ("step_time", "time/.+")),
 )

@@ -5,6 +5,7 @@ import importlib.util
 import re
 import shlex
 import textwrap
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,14 @@ def check_command(line: str) -> None:
         if program != "python":
             check_launch(words)
         check_recipe(words)
+    elif program == "git":
+        assert rest == [
+            "clone",
+            tomllib.loads(text_of("pyproject.toml"))["project"]["urls"]["Repository"],
+            "&&",
+            "cd",
+            "grpo_ext",
+        ]
     elif program == "source":
         assert rest == [".venv/bin/activate"]
     elif program == "jupyter":

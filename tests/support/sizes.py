@@ -9,15 +9,15 @@ import ast
 import io
 import sys
 import tokenize
-import tomllib
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
 FILE, FUNCTION = 400, 50
 LARGER = {"trainer.py": 460}  # the override points, which pass on what newer versions of TRL add
+DATA = ("py.typed", "tools/*.html", "run/*.md")  # files of the package that are not Python
 STRING = 2_000  # characters of one string in the code; a table is a Python expression
-BOUNDS = {"code tokens": 179_972, "records": 121, "context managers": 52}
+BOUNDS = {"code tokens": 180_931, "records": 121, "context managers": 52}
 
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
@@ -102,18 +102,17 @@ def data_in_files(package: Path, named: tuple[str, ...]) -> Iterator[str]:
         name = path.relative_to(package).as_posix()
         ignored = path.is_dir() or "__pycache__" in path.parts or path.suffix == ".py"
         if not ignored and not any(fnmatch(name, pattern) for pattern in named):
-            yield f"{name} is a file of data, not in pyproject.toml's package-data; write data as an expression."
+            yield f"{name} is a file of data, not one of {', '.join(named)}; write data as an expression."
 
 
 def main() -> None:
     root = Path(__file__).parents[2]
     package = root / "grpo_ext"
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
     sentences = [f for folder in ("grpo_ext", "tests") for f in too_large_files(root / folder)]
     totals = counts(package)
     sentences += over_bounds(totals, BOUNDS)
     sentences += data_in_strings(package)
-    sentences += data_in_files(package, tuple(settings["package-data"]["grpo_ext"]))
+    sentences += data_in_files(package, DATA)
     print(*sentences, sep="\n", end="\n" if sentences else "")
     print("grpo_ext: " + ", ".join(f"{total:,} {name} (at most {BOUNDS[name]:,})" for name, total in totals.items()))
     sys.exit(bool(sentences))

@@ -1,9 +1,12 @@
 """SIGTERM and Ctrl-C end a run after the current step, with a complete checkpoint and the way to continue."""
 
 import multiprocessing
+import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
@@ -16,7 +19,7 @@ import torch
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
 from grpo_ext.run.log import LOG, read_log
-from tests.support.launch import two_processes
+from tests.support.launch import ROOT, environment, two_processes
 from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import make, noted_events, on, parameters, ran, signals, stopping, watched
 
@@ -176,6 +179,40 @@ def test_both_processes_stop_where_one_is_asked_and_resume_beside_an_earlier_run
     said = re.split(r"\n[EW]\d+ .*torch/distributed/elastic", output)[0]  # before the launcher's own report
     assert status
     assert said.count("belongs to another run") == said.count("Traceback") == 1, said
+
+
+LONG = """
+import os, sys
+from tests.support.trainers import SAVE, make, on
+def going(state):
+    if os.environ.get("RANK", "0") == "0":
+        print("going", flush=True)
+make(sys.argv[1], **SAVE, max_steps=10_000, callbacks=[on("on_step_end", going, at=2)]).train()
+"""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu_2.yaml"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("launcher", "status"), [([], 75), (TORCHRUN, 1), (ACCELERATE, 1)], ids=["python", "torchrun", "accelerate"]
+)
+def test_ctrl_c_ends_in_the_sentence_and_the_launchers_status(tmp_path, launcher, status):
+    """As docs/resume-and-faults.md says: torch's traceback follows under a launcher."""
+    (tmp_path / "script.py").write_text(LONG)
+    command = [sys.executable, *launcher, str(tmp_path / "script.py"), str(tmp_path / "out")]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    env = environment(PYTHONPATH=str(ROOT), ACCELERATE_USE_CPU="1")
+    with subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **streams) as process:
+        while process.stdout.readline() != "going\n":
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of its foreground
+        said = process.stdout.read()
+    assert process.returncode == status
+    _, sentence, rest = said.partition("Interrupted after step ")
+    assert sentence
+    assert ("SignalException" in rest.splitlines()[-1]) == (status == 1), rest
+    assert (len(rest.splitlines()) == 1) == (status == 75), rest
 
 
 def test_what_a_reward_function_forks_can_be_terminated(tmp_path, caplog):

@@ -162,7 +162,7 @@ def test_steps_that_a_trail_lacks_are_in_the_first_lines(tmp_path, base):
     (folder / TRAIL).write_text("".join(line for line in lines if not line.startswith(('{"step": 3', '{"rollout": 3'))))
     found = diff(base, folder)
     assert found.verdict == "same bits"
-    assert found.text.splitlines()[1] == "B lacks 1 step(s) in between, the first is 3; they were not compared."
+    assert found.text.splitlines()[1] == "B lacks 1 step in between, the first is 3; they were not compared."
     (folder / TRAIL).write_text("".join(line for line in lines if not line.startswith('{"rollout": 1')))
     found = diff(base, folder)
     assert "prompts: only A has a rollout batch that begins here" in found.text

@@ -22,7 +22,7 @@ import torch
 from accelerate.utils.other import get_free_port
 from peft import PeftConfig
 
-from ...errors import LaunchError
+from ...errors import LaunchError, counted
 from ...rewards.worker import pack
 from ...run.trail import ReadTrail
 from ..stock import OURS
@@ -92,7 +92,7 @@ def train(
 
     A LaunchError, with the error or the end of the output, if a process ended or a run took over `timeout_s`.
     """
-    what = f"{len(runs)} run(s) on {processes} process(es)"
+    what = f"{counted(len(runs), 'run')} on {counted(processes, 'process')}"
     with tempfile.TemporaryDirectory(prefix="grpo_ext_runs_", ignore_cleanup_errors=True) as name, ExitStack() as stack:
         folder = Path(name)
         (folder / RUNS).write_bytes(pack(list(runs)))

@@ -85,12 +85,12 @@ def test_held_out_rows_are_a_partition_chosen_by_the_seed(jsonl):
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        (ROWS, {}, r"prompt_column='prompt': .*'prompt'\] not in the dataset.*\['question', 'solution', 'level'\]"),
+        (ROWS, {}, r"'prompt'\] not in the dataset.*\['question', 'solution', 'level'\] \(in .*prompt_column='prompt'"),
         (ROWS, {"prompt_template": "{problem}"}, "asks for 'problem', and the columns are question, solution, level"),
-        (ROWS, {"prompt_template": "{question"}, r"prompt_template='\{question': expected '\}'"),
+        (ROWS, {"prompt_template": "{question"}, r"^expected '\}'.*prompt_template='\{question'"),
         (ROWS, {**QUESTION, "answer_column": "solution", "answer_after": "@"}, "nothing follows '@' in row 0"),
-        (ROWS, {**QUESTION, "eval_fraction": 1.0}, r"eval_fraction=1.0: test_size=10 should be"),
-        ([{"prompt": "a"}, {"prompt": "  "}], {}, r"rows.jsonl'.*the prompt in row 1 is empty \('  '\)"),
+        (ROWS, {**QUESTION, "eval_fraction": 1.0}, r"^test_size=10 should be.*eval_fraction=1.0"),
+        ([{"prompt": "a"}, {"prompt": "  "}], {}, r"^the prompt in row 1 is empty \('  '\).*rows.jsonl'"),
         ([{"prompt": "a", "answer": "b", "gold": "c"}], {"answer_column": "gold"}, "answer already in the dataset"),
     ],
 )
@@ -106,10 +106,10 @@ def test_files_that_are_missing_unknown_empty_or_broken_are_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
     for name, message in {
-        "missing.jsonl": "Unable to find '.*missing.jsonl'",
+        "missing.jsonl": "^there is no file .*missing.jsonl; check the path",
         "notes.txt": r"'.txt' is not a supported format.*\.jsonl",
         "empty.jsonl": "the file is empty",
-        "broken.jsonl": "broken.jsonl.*JSON parse error",
+        "broken.jsonl": "JSON parse error.*broken.jsonl",
         "folder": "folder is neither a `Dataset`",
         "saved": "no split 'train', only test",
     }.items():
