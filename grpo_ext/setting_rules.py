@@ -151,7 +151,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
     seconds = "seconds, more than 0, or None for no limit"
     least_k = -1 if settings["use_vllm"] else 0  # -1 and 0 mean all tokens
     for name, takes, allowed in (
-        ("epsilon", "a number above 0", lambda value: 0 < value < math.inf),
+        ("epsilon", "0 or more", lambda value: 0 <= value < math.inf),
         ("beta", "0 or more", lambda value: 0 <= value < math.inf),
         ("temperature", "a number above 0", lambda value: 0 < value < math.inf),
         ("top_entropy_quantile", "a number from 0 to 1", lambda value: 0 <= value <= 1),

@@ -48,17 +48,25 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def find_model(name: str, load: Mapping[str, Any], what: str = "model") -> None:
+def find_reward_model(name: str) -> None:
+    """Refuse a reward model that cannot be found; it may be an adapter."""
+    try:
+        find_model(name, {}, "adapter_config.json")
+    except ModelError:
+        find_model(name, {}, what="reward model")
+
+
+def find_model(name: str, load: Mapping[str, Any], file: str = "config.json", what: str = "model") -> None:
     """Refuse a model that cannot be found; without a network at once, where transformers would retry."""
     place = {key: load[key] for key in ("revision", "token", "cache_dir") if load.get(key) is not None}
     reached = True
     try:
         if not Path(name).is_dir():
-            file_exists(name, "config.json", revision=load.get("revision"), token=load.get("token"))  # no retries
+            file_exists(name, file, revision=load.get("revision"), token=load.get("token"))  # no retries
     except Exception as error:  # without a connection the HTTP library's, which depends on huggingface_hub's version
         reached = isinstance(error, HfHubHTTPError)
     try:
-        cached_file(name, "config.json", **place, local_files_only=not reached)
+        cached_file(name, file, **place, local_files_only=not reached)
     except OSError as error:
         path = Path(name).expanduser()
         if name.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir()):

@@ -72,7 +72,7 @@ def check_arguments(
             refuse_replaced_forward(model, by_user=True)
     for reward in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(reward, str):
-            models.find_model(reward, {}, "reward model")
+            models.find_reward_model(reward)
     if factories is None:
         for split, dataset in sets.items():
             check_prompts(dataset, split)

@@ -47,7 +47,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no group": ({"num_generations": 1}, "num_generations=1: a group needs at least 2"),
     "sizes": ({"rollout_batch_size": 9}, "rollout_batch_size=9 is not a multiple of"),
     "an empty micro-batch": ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be"),
-    "a negative bound": ({"epsilon": -0.2}, "epsilon=-0.2: use a number above 0"),
+    "a negative bound": ({"epsilon": -0.2}, "epsilon=-0.2: use 0 or more"),
     "a loss": ({"loss_type": "dappo"}, "loss_type='dappo' is unknown; use one of"),
     "an estimator": ({"advantage_estimator": "rloo"}, "'rloo' is unknown; use one of"),
     "all splits": ({"rows": DatasetDict(train=prompts(8), test=prompts(2))}, "pass one of them, as dataset['train']"),

@@ -12,11 +12,11 @@ from tests.support.pages import Page, line, make_run
 
 def test_every_plot_holds_exactly_what_was_logged(tmp_path):
     names = {
-        "Evaluation": ("eval_pass@1", "eval_math_pass@8", "eval_reward"),
         "Reward": ("reward", "rewards/letters/mean"),
+        "Evaluation": ("eval_pass@1", "eval_math_pass@8", "eval_reward"),
         "Completion length": ("completions/mean_length", "completions/max_length"),
-        "Cut completions, clipped tokens, groups without variance": ("frac_reward_zero_std", "cispo_clip_ratio"),
         "Entropy, KL to the reference and the teacher": ("entropy", "kl"),
+        "Cut completions, clipped tokens, groups without variance": ("frac_reward_zero_std", "cispo_clip_ratio"),
         "Gradient norm before clipping": ("grad_norm",),
         "Time by phase": ("step_time", "time/rollout"),
     }
@@ -38,6 +38,8 @@ def test_the_page_shows_the_numbers_and_embeds_the_plots(tmp_path):
     for text in ("reward, first -> last 0.125 -> 0.875", "entropy 1.5 0.5 0.5 1.5", "peak_memory_mib 101 104 101 104"):
         assert text in page.text
     assert page.tags.count("img") == 2  # kl never changes
+    order = [page.text.index(heading) for heading in ("Curves", "What warns", "Completions", "Starts")]
+    assert order == sorted(order)
     assert all(value.startswith("data:") for _, name, value in page.attributes if name in ("src", "href"))
 
 
