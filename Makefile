@@ -44,9 +44,9 @@ test: $(ENGINES)  ## run the tests: every kind of proof, a covering choice of sp
 	@$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
 test-full: $(ENGINES)  ## run all tests: the full matrix of splits, every engine, stop and kill, the whole demo (20 minutes or more)
-	@$(BIN)/python -m pytest -q --full $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m pytest -q -rx --full $(PARALLEL) $(ARGS)
 
-test-crash: $(READY)  ## kill runs at random moments, 50 times, and compare bits (about about 10 minutes, with what it installs)
+test-crash: $(READY)  ## kill runs at random moments, 50 times, and compare bits (about a quarter of an hour)
 	@$(BIN)/python -m pytest -q tests/crash --full --kills 50 $(ARGS)
 
 VLLM := .venv-vllm

@@ -21,7 +21,7 @@ from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
-from .runtime.uncaught import show_sentences
+from .runtime.tracebacks import hide_frames
 from .setting_rules import (
     asks_for,
     check_ahead,
@@ -57,8 +57,6 @@ class Replay(NamedTuple):
 
 
 NO_REPLAY = Replay()
-
-show_sentences()
 
 
 def setting(help: str, default: Any = None, **metadata: Any) -> Any:
@@ -294,10 +292,12 @@ class GRPOConfig(trl.GRPOConfig):
         default=False,
     )
 
+    @hide_frames
     def __new__(cls, *args: Any, **settings: Any) -> GRPOConfig:
         refuse_unknown(cls, settings)
         return super().__new__(cls)
 
+    @hide_frames
     def __post_init__(self) -> None:
         self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -335,7 +335,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     def _check_settings(self) -> None:
         settings = vars(self)
-        for spec in dataclasses.fields(self):
+        for spec in dataclasses.fields(GRPOConfig):
             check_kind(spec, settings[spec.name], own=spec.name in GRPOConfig.__annotations__)
         refuse_newer(settings)
         check_values(settings)

@@ -8,9 +8,11 @@ from difflib import get_close_matches
 from typing import Any
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str, show: Callable[[str], str] = repr) -> str:
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str, show: Callable[[str], str] = repr, cutoff: float = 0.6
+) -> str:
     """Suggest a remedy for an unknown name: the closest known name, written by `show`, or else `otherwise`."""
-    near = get_close_matches(name, list(known), 1)
+    near = get_close_matches(name, list(known), 1, cutoff)
     return f"did you mean {show(near[0])}?" if near else otherwise
 
 
@@ -26,12 +28,6 @@ def counted(number: float, noun: str) -> str:
 
 class GrpoExtError(ValueError):
     """Base class; catch it to handle every deliberate error of this package."""
-
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows for an uncaught one."""
-        from .runtime.uncaught import of_the_user
-
-        return of_the_user(self).splitlines()
 
 
 def quiet(error: GrpoExtError) -> GrpoExtError:

@@ -128,17 +128,19 @@ def refuse_newer(settings: Mapping[str, Any]) -> None:
 
 def refuse_unknown(config: type, names: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a keyword argument that the class of a configuration does not take."""
-    known = inspect.signature(config.__init__).parameters  # type: ignore[misc]
+    known = inspect.signature(config.__init__, follow_wrapped=False).parameters  # type: ignore[misc]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
     for name in names.keys() - known.keys():
-        raise ConfigError(f"{config.__name__} has no setting {name!r}; {did_you_mean(name, known, 'leave it out.')}")
+        remedy = did_you_mean(name, known, "leave it out.", cutoff=0.8)  # max_prompt_length is no max_completion_length
+        raise ConfigError(f"{config.__name__} has no setting {name!r}; {remedy}")
 
 
 def check_kind(spec: dataclasses.Field[Any], value: Any, own: bool) -> None:
     """Raise a ConfigError for text in the place of a number, or a value that is not among a field's own choices."""
     if isinstance(value, str) and isinstance(spec.default, (int, float)):
-        raise ConfigError(f"{spec.name}={value!r} is text; pass it without quotes, as in {spec.default!r}.")
+        in_yaml = " (in YAML 1.0e-6, not 1e-6)" if isinstance(spec.default, float) else ""
+        raise ConfigError(f"{spec.name}={value!r} is text; pass it without quotes{in_yaml}.")
     choices = spec.metadata.get("choices")
     if own and choices and value not in choices:
         raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}.")
@@ -151,7 +153,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
     seconds = "seconds, more than 0, or None for no limit"
     least_k = -1 if settings["use_vllm"] else 0  # -1 and 0 mean all tokens
     for name, takes, allowed in (
-        ("epsilon", "0 or more", lambda value: 0 <= value < math.inf),
+        ("epsilon", "0 or more", lambda value: value >= 0),
         ("beta", "0 or more", lambda value: 0 <= value < math.inf),
         ("temperature", "a number above 0", lambda value: 0 < value < math.inf),
         ("top_entropy_quantile", "a number from 0 to 1", lambda value: 0 <= value <= 1),

@@ -46,6 +46,7 @@ from .runtime.attributes import assigned
 from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import computing_with, pinned
 from .runtime.messages import show_messages
+from .runtime.tracebacks import hide_frames
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
@@ -81,6 +82,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     num_generations_eval: int
     _loads_from: str  # the checkpoint whose weights are being loaded
 
+    @hide_frames
     def __init__(
         self,
         model: Any,
@@ -103,9 +105,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         compat.verify_overrides(GRPOTrainer)
         show_messages()
         config = GRPOConfig.for_model(args, model)
-        data = (train_dataset, eval_dataset)
-        user = (processing_class, tools, environment_factory)
-        processing_class = check_arguments(config, model, reward_funcs, data, *user)
+        data, own = (train_dataset, eval_dataset), (processing_class, tools, environment_factory)
+        processing_class = check_arguments(config, model, reward_funcs, data, *own)
         reward_funcs = check_teacher(config, model, teacher_model, processing_class, reward_funcs, environment_factory)
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
@@ -360,6 +361,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
+    @hide_frames
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,

@@ -19,7 +19,7 @@ from ..view import TrainerView
 
 def named_sets(train: Any, evaluation: Any) -> dict[str, Any]:
     """The training set and every evaluation set, by what messages call them."""
-    if isinstance(train, dict):
+    if isinstance(train, dict) and all(hasattr(part, "column_names") for part in train.values()):
         names = ", ".join(map(repr, train))
         raise DataError(
             f"train_dataset has the splits {names}; pass one of them, as dataset[{next(iter(train), '')!r}]."

@@ -48,12 +48,12 @@ def refuse_compiled(model: nn.Module) -> None:
         )
 
 
-def find_reward_model(name: str) -> None:
+def find_reward_model(name: str, load: Mapping[str, Any]) -> None:
     """Refuse a reward model that cannot be found; it may be an adapter."""
     try:
-        find_model(name, {}, "adapter_config.json")
+        find_model(name, load, "adapter_config.json")
     except ModelError:
-        find_model(name, {}, what="reward model")
+        find_model(name, load, what="reward model")
 
 
 def find_model(name: str, load: Mapping[str, Any], file: str = "config.json", what: str = "model") -> None:
@@ -69,7 +69,7 @@ def find_model(name: str, load: Mapping[str, Any], file: str = "config.json", wh
         cached_file(name, file, **place, local_files_only=not reached)
     except OSError as error:
         path = Path(name).expanduser()
-        if name.startswith((".", "/", "~")) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir()):
+        if not path.exists() and (name.startswith((".", "/", "~")) or len(path.parts) > 2):
             raise ModelError(f"there is no folder {name!r} with a {what}; check the path.") from None
         raise ModelError(f"{what} {name!r} cannot be loaded; check the path or the name. {error}") from None
 

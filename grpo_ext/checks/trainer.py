@@ -63,8 +63,9 @@ def check_arguments(
     """Refuse arguments before anything is loaded; returns the tokenizer or processor."""
     settings.check_generation_kwargs(config)
     sets = named_sets(*data_sets)
+    load = cast(dict[str, Any], config.model_init_kwargs or {})
     if isinstance(model, str):
-        models.find_model(model, cast(dict[str, Any], config.model_init_kwargs or {}))
+        models.find_model(model, load)
     else:
         models.refuse_compiled(model)
         models.check_causal_lm(model)
@@ -72,7 +73,7 @@ def check_arguments(
             refuse_replaced_forward(model, by_user=True)
     for reward in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(reward, str):
-            models.find_reward_model(reward)
+            models.find_reward_model(reward, load)
     if factories is None:
         for split, dataset in sets.items():
             check_prompts(dataset, split)

@@ -275,10 +275,11 @@ def check_same_run(
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}
     allowed = {allowed} if isinstance(allowed, str) else set(allowed)
-    known = {*_flat(saved), *_flat(current), *vars(GRPOConfig), "optimizer", "lr_scheduler", "stopped_early"}
+    known = {*_flat(saved), *_flat(current), *(f"model.{part}" for part in {**saved["model"], **current["model"]})}
+    known |= {*GRPOConfig.__dataclass_fields__, "optimizer", "lr_scheduler", "stopped_early"}
     for name in sorted(allowed - known):
-        otherwise = "leave it out."
-        raise ConfigError(f"allow_changed_on_resume={name!r} is unknown; {did_you_mean(name, known, otherwise)}")
+        remedy = did_you_mean(name, known, "leave it out.")
+        raise ConfigError(f"allow_changed_on_resume={name!r} is unknown; {remedy}")
     allowed -= fixed
     refused = {n: v for n, v in changes.items() if n in fixed or allowed.isdisjoint((n, n.split(".")[0]))}
     if not refused:

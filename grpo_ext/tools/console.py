@@ -27,13 +27,13 @@ _FIELDS = (
     ("tools/failure_frequency", "failed", "{:3.0%}"),  # share of the calls
     ("entropy", "entropy", "{:.2f}"),
     ("frac_reward_zero_std", "no variance", "{:3.0%}"),  # share of the groups
-    ("kl", "kl", "{:.4f}"),
-    ("teacher_kl", "teacher kl", "{:.4f}"),
+    ("kl", "kl", "{:.5f}"),
+    ("teacher_kl", "teacher kl", "{:.5f}"),
     ("clip_ratio/region_mean", "clipped", "{:.1%}"),  # share of the tokens
     ("cispo_clip_ratio", "clipped", "{:.1%}"),
     ("trust_region/left_out", "left out", "{:.1%}"),
     ("sequence_mask/left_out", "completions left out", "{:.0%}"),
-    ("grad_norm", "grad", "{:.2f}"),
+    ("grad_norm", "grad", "{:.3f}"),
     ("step_time", "s/step", "{:.2f}"),
     ("time/wait_rollout", "waited", "{:.2f}"),  # seconds per step, for completions sampled ahead
     ("layout/useful_tokens_per_second", "tokens/s", "{:,.0f}"),  # forward and backward
@@ -64,7 +64,7 @@ class Console(ProgressCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the bar if there is a terminal; a resumed run starts at its step."""
         self.current_step = state.global_step
-        self._begun = time.perf_counter(), state.global_step
+        self._begun: tuple[float, int] | None = None
         if state.is_world_process_zero:
             shown = _on_terminal()
             self.training_bar = tqdm(
@@ -72,7 +72,8 @@ class Console(ProgressCallback):
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Show the bar again after a table of completions."""
+        """Show the bar again after a table of completions; time counts from the first step."""
+        self._begun = self._begun or (time.perf_counter(), state.global_step)
         if self.training_bar is not None:
             self.training_bar.refresh()
 
@@ -95,7 +96,8 @@ class Console(ProgressCallback):
                 self.training_bar.set_postfix_str(f"reward {logs['reward']:.2f}", refresh=False)
             measured = self.measured.get(state.global_step, {})
             if measured or not self.every or state.global_step == state.max_steps:
-                _print(f"{_line('step', state, logs, measured)}  {self._times(state)}")
+                times = "" if _on_terminal() else f"  {self._times(state)}"  # the bar shows them
+                _print(_line("step", state, logs, measured) + times)
         elif any(key.startswith("eval_") for key in logs):
             values = {key.removeprefix("eval_"): value for key, value in logs.items()}
             _print(_line("eval", state, values, {name: values[name] for name in first_and_last(values)}))
@@ -106,7 +108,8 @@ class Console(ProgressCallback):
 
     def _times(self, state: Any) -> str:
         """How long this start has trained, and how long the rest will take at that rate."""
-        (begun, first), step = self._begun, state.global_step
+        step = state.global_step
+        begun, first = self._begun or (time.perf_counter(), step)
         elapsed = time.perf_counter() - begun
         left = elapsed / max(step - first, 1) * (state.max_steps - step)
         return f"{tqdm.format_interval(elapsed)} elapsed, {tqdm.format_interval(left)} left"

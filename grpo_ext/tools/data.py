@@ -4,6 +4,7 @@ Returns what TRL's trainer takes: `prompt` (text or messages), `answer` for the 
 """
 
 from dataclasses import dataclass, fields
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def _read(source: str, data: DataArguments) -> Dataset:
             f"the file is empty, or '{path.suffix}' is not a supported format; use one of {', '.join(_BUILDERS)}, or a "
             "folder made by save_to_disk."
         )
-    if builder is not None and not path.is_file():
+    if builder is not None and not path.is_file() and not has_magic(source):
         raise ValueError(f"there is no file {source}; check the path.")
     if builder is not None:
         return load_dataset(builder, data_files=str(path), split="train")

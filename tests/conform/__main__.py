@@ -82,6 +82,9 @@ def results(adapter: Path, objectives: Sequence[str] = ()) -> dict[str, Any]:
     found = run(adapter, 1, path, objectives)
     if left := found.get("left"):
         more = run(adapter, 2, path, objectives)
+        if not found["cells"] and "failed" in more:
+            return more
+        # the dtype of an objective's first cell is the adapter's own
         first = {cell["objective"]: cell["dtype"] for cell in reversed(found["cells"])}
         ended = {"failed": f"two processes: {more.get('failed')} ({more.get('log')})"}
         lost = [{"objective": name, "split": split, "dtype": first[name], **ended} for name in first for split in left]

@@ -1,4 +1,4 @@
-"""Mistakes that scripts make; tests/trainer/test_uncaught.py makes them in its own process and in a script.
+"""Mistakes that scripts make; tests/trainer/test_tracebacks.py makes them in its own process and in a script.
 
 python -m tests.trainer.mistakes NAME FOLDER
 """

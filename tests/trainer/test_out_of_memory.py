@@ -252,7 +252,7 @@ def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path, cap
     trainer = limited(tmp_path / "b", **exact)
     trainer.fails_at = range(2, 3)
     trainer.train()
-    assert "Memory ran out 1 time" in caplog.text
+    assert "Memory ran out 1 time." in caplog.text
     assert torch.equal(parameters(reference), parameters(trainer))
     always = limited(tmp_path / "c", **exact)
     with pytest.raises(MemoryShortageError, match="canonical_unit_size"):

@@ -1,18 +1,18 @@
-"""An uncaught error in a script: its sentence and the frames of the script, not those of the libraries."""
+"""The traceback of a deliberate error: the frames of the user, and at most two of this package, its entry points."""
 
 import subprocess
 import sys
+import traceback
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 from grpo_ext.errors import GrpoExtError
-from grpo_ext.runtime.uncaught import of_the_user
 from tests.support.launch import ROOT, environment
-from tests.trainer.mistakes import MISTAKES, run
+from tests.trainer.mistakes import MISTAKES, failing, run
 
-INSIDE = ("site-packages/", "grpo_ext/trainer.py", "grpo_ext/config.py", "/runpy.py")
+INSIDE = ("site-packages/", "grpo_ext/trainer.py", "grpo_ext/config.py")
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -20,11 +20,19 @@ def test_a_mistake_ends_in_one_sentence_and_the_frames_of_the_user(name, tmp_pat
     settings, sentence = MISTAKES[name]
     with pytest.raises(GrpoExtError) as caught:
         run(tmp_path, **settings)
-    shown = of_the_user(caught.value)
+    shown = "".join(traceback.format_exception(caught.value))
     assert sentence in shown.splitlines()[-1]
     assert not any(path in shown for path in INSIDE), shown
-    assert shown.count('File "') == (3 if "failing" in name else 2)  # the test, `run`, and the reward function
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[:2] == [sys._getframe().f_code.co_name, "run"]
+    assert set(frames[2:]) <= {"call", "__init__"}, "the entry point, and a data class's constructor"
     assert ("[0].score" in shown) == ("failing" in name), "the traceback of a reward function stays"
+
+
+def test_the_traceback_of_a_reward_function_in_a_process_of_its_own_stays(tmp_path):
+    with pytest.raises(GrpoExtError) as caught:
+        run(tmp_path, reward=failing, reward_workers=1)
+    assert "[0].score" in "".join(traceback.format_exception(caught.value))
 
 
 def ended(name, folder, **variables):
@@ -37,7 +45,7 @@ def ended(name, folder, **variables):
 def test_a_script_shows_its_own_lines_and_a_variable_brings_back_all(tmp_path):
     shown = ended("a column", tmp_path / "a")
     assert not any(path in shown for path in INSIDE), shown
-    assert len(shown.splitlines()) <= 8
+    assert len(shown.splitlines()) <= 14, "two frames of the script, two of runpy, one of the entry point"
     whole = ended("a column", tmp_path / "b", GRPO_EXT_TRACEBACK="full")
     assert "grpo_ext/trainer.py" in whole
     assert whole.splitlines()[-1] == shown.splitlines()[-1]
@@ -50,16 +58,6 @@ def test_a_notebook_shows_the_cell_and_the_sentence(tmp_path, monkeypatch):
     NotebookClient(notebook, timeout=300, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}).execute()
     [shown] = [output.traceback for output in notebook.cells[0].outputs if output.output_type == "error"]
     assert "did you mean 'global_batch_size'?" in shown[-1]
-    assert len(shown) <= 5
-    assert "line 3" in shown[1]
-
-
-def test_errors_of_others_are_shown_as_python_shows_them(monkeypatch):
-    seen = []
-    from grpo_ext.runtime import uncaught
-
-    monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error))
-    uncaught.show_sentences()
-    error = KeyError("x")
-    sys.excepthook(KeyError, error, None)
-    assert seen == [(KeyError, error, None)]
+    text = "\n".join(shown)
+    assert "GRPOConfig('out', global_batchsize=8)" in text.replace("\x1b[39m", "") or "line 3" in text
+    assert not any(path in text for path in INSIDE), text
