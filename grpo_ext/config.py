@@ -21,7 +21,6 @@ from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
-from .runtime.tracebacks import hide_frames
 from .setting_rules import (
     asks_for,
     check_ahead,
@@ -31,7 +30,7 @@ from .setting_rules import (
     check_kind,
     check_values,
     refuse_newer,
-    refuse_unknown,
+    refusing_unknown,
 )
 
 
@@ -292,12 +291,6 @@ class GRPOConfig(trl.GRPOConfig):
         default=False,
     )
 
-    @hide_frames
-    def __new__(cls, *args: Any, **settings: Any) -> GRPOConfig:
-        refuse_unknown(cls, settings)
-        return super().__new__(cls)
-
-    @hide_frames
     def __post_init__(self) -> None:
         self._check_settings()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -398,3 +391,6 @@ class GRPOConfig(trl.GRPOConfig):
         accelerator.gradient_accumulation_kwargs = {**accumulation, "sync_with_dataloader": False}
         args.accelerator_config = accelerator
         return args
+
+
+GRPOConfig.__init__ = refusing_unknown(GRPOConfig.__init__)  # type: ignore[method-assign]

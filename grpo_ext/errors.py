@@ -41,6 +41,10 @@ class ConfigError(GrpoExtError):
     """A setting, or a combination of settings, that cannot be run."""
 
 
+class UnknownSettingError(ConfigError, TypeError):
+    """A keyword argument that a configuration does not take; a TypeError, as Python raises."""
+
+
 def refuse_combination(setting: str, others: Mapping[str, Any], remedy: str) -> None:
     """Raise a ConfigError for a setting that others contradict: those with a true value, by their description."""
     if applying := [description for description, applies in others.items() if applies]:

@@ -4,6 +4,7 @@ Checked before anything is loaded. Rules for sizes are in batching.sizes, and ru
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 import os
@@ -21,7 +22,8 @@ from .algorithms.pass_at_k import logged_k
 from .algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
 from .batching.sizes import require_whole
 from .compat import WORKS
-from .errors import ConfigError, did_you_mean, refuse_combination
+from .errors import ConfigError, UnknownSettingError, did_you_mean, refuse_combination
+from .runtime.tracebacks import hide_frames
 
 # the smallest values of settings that are whole numbers
 _LEAST = dict.fromkeys(("per_device_eval_batch_size", "dynamic_sampling_max_rounds", "bitwise_threads"), 1)
@@ -126,21 +128,24 @@ def refuse_newer(settings: Mapping[str, Any]) -> None:
                 )
 
 
-def refuse_unknown(config: type, names: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a keyword argument that the class of a configuration does not take."""
-    known = inspect.signature(config.__init__, follow_wrapped=False).parameters  # type: ignore[misc]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return
-    for name in names.keys() - known.keys():
-        remedy = did_you_mean(name, known, "leave it out.", cutoff=0.8)  # max_prompt_length is no max_completion_length
-        raise ConfigError(f"{config.__name__} has no setting {name!r}; {remedy}")
+def refusing_unknown(init: Any) -> Any:
+    """A configuration's constructor, with a suggestion in the error of a keyword argument that it does not take."""
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **settings: Any) -> None:
+        for name in settings.keys() - known.keys():
+            remedy = did_you_mean(name, known, "leave it out.", cutoff=0.8)  # of two names that only begin alike, none
+            raise UnknownSettingError(f"{type(self).__name__} has no setting {name!r}; {remedy}")
+        init(self, *args, **settings)
+
+    return hide_frames(checked)
 
 
 def check_kind(spec: dataclasses.Field[Any], value: Any, own: bool) -> None:
     """Raise a ConfigError for text in the place of a number, or a value that is not among a field's own choices."""
     if isinstance(value, str) and isinstance(spec.default, (int, float)):
-        in_yaml = " (in YAML 1.0e-6, not 1e-6)" if isinstance(spec.default, float) else ""
-        raise ConfigError(f"{spec.name}={value!r} is text; pass it without quotes{in_yaml}.")
+        raise ConfigError(f"{spec.name}={value!r} is text; pass it without quotes (1e-6 is 1.0e-6 in YAML).")
     choices = spec.metadata.get("choices")
     if own and choices and value not in choices:
         raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}.")

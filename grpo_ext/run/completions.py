@@ -40,9 +40,8 @@ def completions_logged(view: TrainerView, logs: Mapping[str, Any]) -> Iterator[N
     try:
         with view.logging(table), _evaluation_in_its_own_file(view, ended):
             yield
-        count, printed = len(table["prompt"]), view.args.num_completions_to_print
-        if writes and not before and printed is not None and printed < count:  # said once
-            logger.info(f"{printed} of {count} completions are shown; all are in {view.args.output_dir}/completions.")
+        if writes and not before and (printed := view.args.num_completions_to_print):  # said once
+            logger.info(f"Each log shows {printed} of the completions; all are in {view.args.output_dir}/completions.")
     except Exception as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         in_callback = any(frame.f_code is Trainer.log.__code__ for frame in frames)

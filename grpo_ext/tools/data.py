@@ -67,9 +67,9 @@ def _read(source: str, data: DataArguments) -> Dataset:
             f"the file is empty, or '{path.suffix}' is not a supported format; use one of {', '.join(_BUILDERS)}, or a "
             "folder made by save_to_disk."
         )
-    if builder is not None and not path.is_file() and not has_magic(source):
-        raise ValueError(f"there is no file {source}; check the path.")
     if builder is not None:
+        if not path.is_file() and not has_magic(source):
+            raise ValueError(f"there is no file {source}; check the path.")
         return load_dataset(builder, data_files=str(path), split="train")
     return load_dataset(source, data.dataset_config, split=split)
 

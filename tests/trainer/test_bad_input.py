@@ -41,7 +41,7 @@ SETTINGS = [
     ({"reward_timeout": 0}, ["reward_timeout=0", "more than 0"]),
     ({"top_entropy_quantile": 2.0}, ["top_entropy_quantile=2.0", "from 0 to 1"]),
     ({"tool_timeout": float("inf")}, ["tool_timeout=inf", "None for no limit"]),  # a thread cannot wait for so long
-    ({"routing_replay": "no"}, ["routing_replay='no': use"]),
+    ({"routing_replay": "no"}, ["routing_replay='no' is text"]),
     ({"top_k": -1}, ["top_k=-1: use a whole number, 0 or more"]),  # vLLM takes it
     ({"top_k": -2, "use_vllm": True}, ["top_k=-2: use a whole number, -1 or more"]),
     ({"reward_weights": [float("nan")]}, ["reward_weights=[nan]", "finite"]),
@@ -180,10 +180,18 @@ def test_bitwise_mode_refuses_kernels_of_another_library(tmp_path, monkeypatch):
         make(tmp_path, **BITWISE)
 
 
-@pytest.mark.parametrize("name", ["runs/nope", "/runs/nope"])
-def test_a_model_that_is_neither_a_folder_nor_on_the_hub_is_refused(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("runs/nope", "model 'runs/nope' cannot be loaded; check the path or the name"),
+        ("/runs/nope", "there is no folder '/runs/nope' with a model; check the path"),
+        ("./nope", r"there is no folder './nope' with a model"),
+        ("a/path/with parts", "there is no folder 'a/path/with parts' with a model"),
+    ],
+)
+def test_a_model_that_is_neither_a_folder_nor_on_the_hub_is_refused(tmp_path, monkeypatch, name, message):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=f"model '{name}' cannot be loaded; check the path or the name"):
+    with pytest.raises(ModelError, match=message):
         make(tmp_path, model=name, processing_class=None)
 
 
