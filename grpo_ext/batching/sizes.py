@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 
 # which rows a padded batch of a model may hold together: any, those of equal lengths (no padding), or one at a time
 RowBatching = Literal["any", "equal_lengths", "single"]
@@ -198,7 +198,7 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
         shared = f", of which {members} share a micro-batch," if members > 1 else ""
         raise ConfigError(
             f"gradient_accumulation_steps={steps} contradicts global_batch_size={requested}: with "
-            f"per_device_train_batch_size={micro_batch} and {processes} process(es){shared} it is derived as "
+            f"per_device_train_batch_size={micro_batch} and {counted(processes, 'process')}{shared} it is derived as "
             f"{derived}; remove gradient_accumulation_steps."
         )
     return requested

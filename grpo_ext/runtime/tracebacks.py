@@ -29,13 +29,15 @@ _LIBRARIES = (
 _HIDDEN = {*_LIBRARIES, *sys.stdlib_module_names}
 
 
-def _of_the_user(frames: TracebackType | None) -> TracebackType | None:
-    if frames is None:
-        return None
-    rest = _of_the_user(frames.tb_next)
-    if str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0] in _HIDDEN:
-        return rest
-    return TracebackType(rest, frames.tb_frame, frames.tb_lasti, frames.tb_lineno)
+def _of_the_user(first: TracebackType | None, innermost: bool) -> TracebackType | None:
+    """A traceback without hidden frames; of one that has no others the innermost, if it is asked for."""
+    places, kept = list[TracebackType](), None
+    while first is not None:
+        places, first = [*places, first], first.tb_next
+    shown = [place for place in places if place.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _HIDDEN]
+    for place in reversed(shown or places[len(places) - innermost :]):
+        kept = TracebackType(kept, place.tb_frame, place.tb_lasti, place.tb_lineno)
+    return kept
 
 
 def hide_frames(entry: Entry) -> Entry:
@@ -48,8 +50,10 @@ def hide_frames(entry: Entry) -> Entry:
         except GrpoExtError as error:
             hidden = os.environ.get("GRPO_EXT_TRACEBACK") != "full" and not isinstance(error, ProcessError)
             part: BaseException | None = error if hidden else None
-            while part is not None:
-                part.__traceback__ = _of_the_user(part.__traceback__)
+            seen = list[BaseException]()
+            while part is not None and part not in seen:  # users' causes may lead back
+                part.__traceback__ = _of_the_user(part.__traceback__, part is not error)
+                seen.append(part)
                 part = part.__cause__ or part.__context__
             raise
 

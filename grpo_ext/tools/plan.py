@@ -21,7 +21,7 @@ from ..batching.micro_batches import Form
 from ..batching.sizes import BatchGeometry, ceil_div
 from ..checks.model import find_model
 from ..config import forms_of
-from ..errors import ConfigError, GrpoExtError
+from ..errors import ConfigError, GrpoExtError, counted
 from ..forward.architecture import attention_sizes, exchanged_numbers
 from ..forward.choice import ForwardChoice
 from ..forward.tiled_log_probs import TILE
@@ -310,7 +310,7 @@ def expected_memory(
     if device is not None:
         taken = sizes_taken(config, sizes, layout, settings)
         lines.append(what_fits(sizes, layout, longest_prompt + longest, taken, device))
-    lines.append(f"Expected memory per device, {engine} on {geometry.num_processes} process(es):")
+    lines.append(f"Expected memory per device, {engine} on {counted(geometry.num_processes, 'process')}:")
     return "\n".join(lines), _table(memory_of(sizes, layout), "rollout" if settings.get("use_vllm") else None)
 
 

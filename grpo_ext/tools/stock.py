@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..batching.sizes import geometry_of
-from ..errors import GrpoExtError
+from ..errors import GrpoExtError, counted
 
 OURS, STOCK = "grpo_ext", "trl"
 # settings of this package that change what is learned; None, False or 0 turns them off
@@ -41,7 +41,7 @@ def stock_config(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
     batch, unit = geometry.global_batch_size, geometry.micro_batch_size * processes
     if batch % unit:
         raise GrpoExtError(
-            f"micro-batches of {geometry.micro_batch_size} on {processes} process(es) do not divide "
+            f"micro-batches of {geometry.micro_batch_size} on {counted(processes, 'process')} do not divide "
             f"global_batch_size={batch}, as stock TRL needs; use a size of which {batch} is a multiple"
         )
     shared = {spec.name for spec in fields(GRPOConfig) if spec.init} - {"generation_batch_size"}

@@ -8,10 +8,10 @@ from typing import Any
 import trl
 
 import grpo_ext
-from tests.parity.harness import GROUP, Run, difference, run_one
+from tests.parity.harness import GROUP, ROWS, Run, difference, run_one
 from tests.parity.scripts import parts_of
 from tests.support.kept import of_stock
-from tests.support.tiny import prompts, stock_scores
+from tests.support.tiny import config_kwargs, letter_reward, prompts, stock_scores, tiny_model, tiny_tokenizer
 
 pytestmark = stock_scores
 PAGE = Path(grpo_ext.__file__).parents[1] / "docs" / "coming-from.md"
@@ -23,7 +23,7 @@ def documented() -> list[str]:
     """The names in the first column of the page's table of metrics; a star stands for any text."""
     _, _, table = PAGE.read_text().partition("| metric | TRL | here |\n")
     rows = table.partition("\n\n")[0].splitlines()[1:]
-    return [name for row in rows for name in re.findall("`([^`]+)`", row.split("|")[1])]
+    return [name for row in rows for name in re.findall("`([^`]+)`", row.split("|")[1]) if name != "beta"]
 
 
 def differing(folder: Path, **settings: Any) -> set[str]:
@@ -35,7 +35,11 @@ def differing(folder: Path, **settings: Any) -> set[str]:
 
     def run(package: Any) -> Run:
         def parts(journal: Any) -> Any:
-            return parts_of(journal, eval_dataset=prompts(6, seed=4))
+            found = parts_of(journal, eval_dataset=prompts(6, seed=4))
+            if settings.get("beta"):  # TRL loads the reference by the policy's name
+                found["model"].config._name_or_path = str(folder / "model")
+                found["model"].save_pretrained(folder / "model")
+            return found
 
         sizes = {**SIZES, **EVALUATION, **settings}
         return run_one(package, folder / package.__name__, parts, act=act, **sizes)
@@ -51,9 +55,23 @@ def differing(folder: Path, **settings: Any) -> set[str]:
     }
 
 
+def only_here(folder: Path) -> set[str]:
+    """Names that only grpo_ext logs where the trainer samples."""
+    names = []
+    for package in (trl, grpo_ext):
+        kwargs = config_kwargs(folder / package.__name__, per_device_train_batch_size=ROWS, max_steps=1)
+        del kwargs["global_batch_size"], kwargs["rollout_chunk_size"]
+        data = {"train_dataset": prompts(8), "processing_class": tiny_tokenizer()}
+        trainer = package.GRPOTrainer(tiny_model(), letter_reward, args=package.GRPOConfig(**kwargs), **data)
+        of_stock(trainer.train) if package is trl else trainer.train()
+        names.append({name for line in trainer.state.log_history for name in line})
+    return names[1] - names[0]
+
+
 def test_the_page_names_every_metric_that_differs_and_no_other(tmp_path):
     found = differing(tmp_path / "once")
-    found |= differing(tmp_path / "reused", num_iterations=2, max_steps=2, learning_rate=0.05, epsilon=0.01)
+    found |= differing(tmp_path / "reused", num_iterations=2, max_steps=2, learning_rate=0.05, epsilon=0.01, beta=0.1)
+    found |= only_here(tmp_path / "sampled")
     patterns = documented()
     assert len(patterns) > 5
     assert {name for name in found if not any(fnmatchcase(name, one) for one in patterns)} == set()

@@ -43,7 +43,7 @@ def run(folder: Path, model: Any = None, reward: Any = lengths, rows: Any = None
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a setting's name": ({"global_batchsize": 8}, "no setting 'global_batchsize'; did you mean 'global_batch_size'?"),
-    "text for a number": ({"learning_rate": "1e-3"}, "learning_rate='1e-3' is text; pass it without quotes"),
+    "text for a number": ({"learning_rate": "1e-3"}, "learning_rate='1e-3' is text, and takes float: no quotes"),
     "no group": ({"num_generations": 1}, "num_generations=1: a group needs at least 2"),
     "sizes": ({"rollout_batch_size": 9}, "rollout_batch_size=9 is not a multiple of"),
     "an empty micro-batch": ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 must be"),

@@ -7,8 +7,9 @@ import traceback
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from trl.rewards import think_format_reward
 
-from grpo_ext.errors import GrpoExtError
+from grpo_ext.errors import GrpoExtError, RewardError
 from tests.support.launch import ROOT, environment
 from tests.trainer.mistakes import MISTAKES, failing, run
 
@@ -32,6 +33,35 @@ def test_the_traceback_of_a_reward_function_in_a_process_of_its_own_stays(tmp_pa
     with pytest.raises(GrpoExtError) as caught:
         run(tmp_path, reward=failing, reward_workers=1)
     assert "[0].score" in "".join(traceback.format_exception(caught.value))
+
+
+def circular(completions, **_):
+    first = KeyError("first")
+    try:
+        raise first
+    except KeyError:
+        second = ValueError("second")
+        second.__context__ = None
+        first.__context__ = second
+        raise second from first
+
+
+def endless(completions, **columns):
+    return endless(completions, **columns)
+
+
+@pytest.mark.parametrize(
+    ("reward", "settings", "shown"),
+    [
+        (circular, {}, "second"),
+        (endless, {"reward_timeout": 60.0}, "RecursionError"),
+        (think_format_reward, {}, "format_rewards.py"),  # all frames are TRL's: the innermost stays
+    ],
+)
+def test_odd_causes_of_a_reward_error(tmp_path, reward, settings, shown):
+    with pytest.raises(RewardError) as caught:
+        run(tmp_path, reward=reward, **settings)
+    assert shown in "".join(traceback.format_exception(caught.value))
 
 
 def ended(name, folder, **variables):

@@ -266,7 +266,7 @@ def test_no_process_is_left_of_a_launch_that_takes_too_long():
         started.append(runs.launched(*parts))
         return started[-1]
 
-    with pytest.raises(LaunchError, match=r"1 run\(s\) on 2 process\(es\): one took more than 0.5 s"):
+    with pytest.raises(LaunchError, match=r"1 run on 2 processes: one took more than 0.5 s"):
         list(runs.train([Hangs()], 2, timeout_s=0.5, start=start))
     assert [process.returncode for process in started] == [-9, -9]
 

@@ -188,7 +188,7 @@ def test_a_plan_names_the_layout_and_the_exchange_of_processes_that_share_packs(
             "Sampled tokens depend on the number of processes; set rollout_chunk_size=8 to avoid",
         ),
         ("--per_device_train_batch_size 6", "Micro-batches of 6 cut groups, which rounds gradients; use a"),
-        ("--num_prompts 9 --dataloader_drop_last True", "9 prompts = 2 optimizer steps, 1 prompt(s) dropped"),
+        ("--num_prompts 9 --dataloader_drop_last True", "9 prompts = 2 optimizer steps, 1 prompt dropped"),
         ("--sampling_mask replay --top_k 5", "up to 5 ids per token"),
     ],
 )
