@@ -45,6 +45,8 @@ print("trained with", grpo_ext.__file__)
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """The wheel, an environment it is installed in, and an empty folder."""
+    for name in ("build", "twine", "hatchling"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
     folder = tmp_path_factory.mktemp("wheel")
     source, home, outside = (folder / name for name in ("source", "environment", "outside"))
     shutil.copytree(ROOT / "grpo_ext", source / "grpo_ext", ignore=shutil.ignore_patterns("__pycache__"))
