@@ -145,7 +145,7 @@ def test_a_mesh_that_splits_tokens_names_the_setting_that_shares_them(tmp_path, 
     [
         (2, "does not divide the number of processes, 1; start 2"),
         (0, "must be a whole number, 1 or more"),
-        ("2", "must be a whole number"),
+        ("2", "is text, and takes int"),
         (None, "must be a whole number"),
     ],
 )

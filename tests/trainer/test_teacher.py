@@ -260,7 +260,7 @@ REFUSED: list[tuple[dict[str, Any], type[GrpoExtError], str]] = [
     ),
     ({"teacher_model": lambda: teacher(vocab_size=40)}, ModelError, r"vocab_size=40.*resize_token_embeddings\(\d+\)"),
     ({"teacher_model": lambda: teacher().model}, ModelError, "cannot both sample and score"),
-    ({"teacher_model": "nowhere/at/all"}, ModelError, "'nowhere/at/all' cannot be loaded"),
+    ({"teacher_model": "nowhere/at/all"}, ModelError, "there is no folder 'nowhere/at/all' with a model"),
     ({"reward": None}, ValueError, "No reward source"),  # TRL's
 ]
 
