@@ -39,7 +39,7 @@ def test_sizes_are_said_in_trl_s_fields_and_layout_is_dropped():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"per_device_train_batch_size": 5}, r"of 5 on 1 process\(es\) do not divide global_batch_size=16"),
+        ({"per_device_train_batch_size": 5}, r"of 5 on 1 process do not divide global_batch_size=16"),
         ({"dynamic_sampling": True}, "dynamic_sampling=True: stock TRL has no such setting"),
         ({"advantage_estimator": "leave_one_out"}, "advantage_estimator='leave_one_out'"),
         ({"loss_aggregation": "prompt_mean"}, "loss_aggregation='prompt_mean'"),
