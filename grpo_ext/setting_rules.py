@@ -144,10 +144,12 @@ def refusing_unknown(init: Any) -> Any:
 
 def check_kind(spec: dataclasses.Field[Any], value: Any, own: bool) -> None:
     """Raise a ConfigError for text in a field that takes none, or a value that is not among a field's own choices."""
-    kinds = {*re.findall(r"\w+", str(spec.type))} - {"class", "typing", "Optional", "None"}
-    if isinstance(value, str) and not isinstance(spec.default, str) and kinds <= {"int", "float", "bool"}:
-        kind = " or ".join(sorted(kinds))
-        raise ConfigError(f"{spec.name}={value!r} is text, and takes {kind}: no quotes (in YAML 1.0e-6, not 1e-6).")
+    if isinstance(value, str) and not isinstance(spec.default, str):
+        # not `str`: HfArgumentParser takes it out of a field's type
+        kinds = {*re.findall(r"\w+", str(spec.type))} - {"class", "typing", "Optional", "None"}
+        if kinds <= {"int", "float", "bool"}:
+            kind = " or ".join(sorted(kinds))
+            raise ConfigError(f"{spec.name}={value!r} is text, and takes {kind}: no quotes (in YAML 1.0e-6, not 1e-6).")
     choices = spec.metadata.get("choices")
     if own and choices and value not in choices:
         raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}.")

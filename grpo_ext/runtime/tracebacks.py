@@ -15,29 +15,24 @@ from ..errors import GrpoExtError, ProcessError
 
 Entry = TypeVar("Entry", bound=Callable[..., Any])
 
-_LIBRARIES = (
-    "grpo_ext",
-    "accelerate",
-    "datasets",
-    "huggingface_hub",
-    "peft",
-    "tenacity",
-    "torch",
-    "transformers",
-    "trl",
-)
-_HIDDEN = {*_LIBRARIES, *sys.stdlib_module_names}
+_HIDDEN = {
+    *sys.stdlib_module_names,
+    *("grpo_ext", "accelerate", "datasets", "huggingface_hub", "peft", "tenacity", "torch", "transformers", "trl"),
+}
 
 
 def _of_the_user(first: TracebackType | None, innermost: bool) -> TracebackType | None:
     """A traceback without hidden frames; of one that has no others the innermost, if it is asked for."""
-    places, kept = list[TracebackType](), None
+    places, pruned = list[TracebackType](), None
     while first is not None:
-        places, first = [*places, first], first.tb_next
+        places.append(first)
+        first = first.tb_next
     shown = [place for place in places if place.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in _HIDDEN]
-    for place in reversed(shown or places[len(places) - innermost :]):
-        kept = TracebackType(kept, place.tb_frame, place.tb_lasti, place.tb_lineno)
-    return kept
+    if innermost and not shown:
+        shown = places[-1:]
+    for place in reversed(shown):
+        pruned = TracebackType(pruned, place.tb_frame, place.tb_lasti, place.tb_lineno)
+    return pruned
 
 
 def hide_frames(entry: Entry) -> Entry:
@@ -50,10 +45,10 @@ def hide_frames(entry: Entry) -> Entry:
         except GrpoExtError as error:
             hidden = os.environ.get("GRPO_EXT_TRACEBACK") != "full" and not isinstance(error, ProcessError)
             part: BaseException | None = error if hidden else None
-            seen = list[BaseException]()
-            while part is not None and part not in seen:  # users' causes may lead back
+            visited = list[BaseException]()
+            while part is not None and part not in visited:  # users' causes may lead back
                 part.__traceback__ = _of_the_user(part.__traceback__, part is not error)
-                seen.append(part)
+                visited.append(part)
                 part = part.__cause__ or part.__context__
             raise
 

@@ -10,11 +10,7 @@ from typing import Any
 from datasets import DatasetDict
 
 from grpo_ext import GRPOConfig, GRPOTrainer
-from tests.support.tiny import config_kwargs, prompts, tiny_model, tiny_tokenizer
-
-
-def lengths(completions: list[str], **_: Any) -> list[float]:
-    return [float(len(text)) for text in completions]
+from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
 def failing(completions: list[Any], **_: Any) -> list[float]:
@@ -29,7 +25,9 @@ def not_finite(completions: list[str], **_: Any) -> list[float]:
     return [float("nan") for _ in completions]
 
 
-def run(folder: Path, model: Any = None, reward: Any = lengths, rows: Any = None, resume: Any = None, **settings: Any):
+def run(
+    folder: Path, model: Any = None, reward: Any = letter_reward, rows: Any = None, resume: Any = None, **settings: Any
+):
     args = GRPOConfig(**{**config_kwargs(folder), "max_steps": 1, **settings})
     trainer = GRPOTrainer(
         tiny_model() if model is None else model,

@@ -187,7 +187,7 @@ from tests.support.trainers import SAVE, make, on
 def going(state):
     if os.environ.get("RANK", "0") == "0":
         print("going", flush=True)
-make(sys.argv[1], **SAVE, max_steps=10_000, callbacks=[on("on_step_end", going, at=2)]).train()
+make(sys.argv[1], **SAVE, max_steps=500, callbacks=[on("on_step_end", going, at=2)]).train()
 """
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu_2.yaml"]
@@ -204,10 +204,13 @@ def test_ctrl_c_ends_in_the_sentence_and_the_launchers_status(tmp_path, launcher
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     env = environment(PYTHONPATH=str(ROOT), ACCELERATE_USE_CPU="1")
     with subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **streams) as process:
-        while process.stdout.readline() != "going\n":
-            assert process.poll() is None
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of its foreground
-        said = process.stdout.read()
+        try:
+            while process.stdout.readline() != "going\n":
+                assert process.poll() is None
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of its foreground
+            said = process.stdout.read()
+        finally:
+            process.kill()
     assert process.returncode == status
     _, sentence, rest = said.partition("Interrupted after step ")
     assert sentence

@@ -45,8 +45,12 @@ REASONS = {
 
 def settings(objective: Objective) -> Any:
     """Arguments of `train_ppo_ray` that the actor's trainer reads."""
-    correction = {"mode": "mask", "gating": "ratio", "threshold": (0.5, 5.0)}
-    advantage = {f"is_correction_{name}": value for name, value in {"level": "off", **correction}.items()}
+    advantage = SimpleNamespace(
+        is_correction_level="off",
+        is_correction_mode="mask",
+        is_correction_gating="ratio",
+        is_correction_threshold=(0.5, 5.0),
+    )
     actor = SimpleNamespace(
         policy_loss_type="gspo" if objective.sequence else "ppo",
         loss_agg_mode="token-mean" if objective.loss in ("bnpo", "dapo") else "seq-mean-token-mean",
@@ -59,7 +63,7 @@ def settings(objective: Objective) -> Any:
     train = {"max_epochs": 1, "dynamic_batch_enable": False, "colocate_all": False, "async_enable": False}
     return SimpleNamespace(
         actor=actor,
-        algo=SimpleNamespace(advantage=SimpleNamespace(**advantage), kl=kl),
+        algo=SimpleNamespace(advantage=advantage, kl=kl),
         train=SimpleNamespace(**train),
         ds=SimpleNamespace(packing_samples=False, param_dtype="bf16", tensor_parallel_size=1),
         vllm=SimpleNamespace(sync_backend="gloo"),
