@@ -68,7 +68,7 @@ OVERRIDES = (
     "_get_grad_norm",
     *("evaluation_loop", "predict", "_prepare_inputs", "_compute_loss"),
     *("_get_per_token_logps_and_entropies", "get_high_entropy_mask", "_generate_and_score_completions"),
-    *("_generate", "_generate_single_turn", "_calculate_rewards", "train", "log", "_init_training_state"),
+    *("_generate_single_turn", "_calculate_rewards", "train", "log", "_init_training_state"),
     *("_run_epoch", "_finalize_training", "_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load"),
     "_load_optimizer_and_scheduler",
     *("_save_checkpoint", "_get_output_dir", "create_model_card"),
@@ -96,7 +96,7 @@ IMAGE_ARGUMENTS = (
 )
 _OF_IMAGES = (*IMAGE_ARGUMENTS, "num_images", "num_tiles")
 # how many values methods of TRL's return; the last is VLLMGeneration's
-_RETURNED = {"_generate": 8, "_generate_single_turn": 2, "generate": 4}
+_RETURNED = {"_generate_single_turn": 2, "generate": 4}
 
 
 def images_among(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Components:
         collation = Collation(rollouts.images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
         self.step_planner = StepPlanner(forwards, self.clock, collation, token_cost(base), limits, view)
         self.trl_methods = TrlMethods(rollouts)
-        self.loss_overrides = LossOverrides(view, forwards, rollouts.images)
+        self.loss_overrides = LossOverrides(view, self.step_planner)
         self.pass_at_k = PassAtK(args)
         self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k, trail)
         self.again = StepAgain(view, self.keeper, rollouts, self.step_planner)

@@ -37,6 +37,7 @@ from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
 from .rollouts.decoding import without_router_logits
 from .rollouts.settings import reward_functions
+from .rollouts.trl_methods import without_rows
 from .rollouts.vllm_weights import engine_options
 from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
@@ -297,8 +298,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         """A micro-batch's part of the loss of the step, through a user's overrides where there are any."""
         if micro_batch.in_trl_form:
             options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
-            calling = self._loss_overrides.calling(micro_batch)
-            with calling as (inputs, sizes), assigned(self, **sizes), self.compute_loss_context_manager():
+            inputs, sizes = self._loss_overrides.dictionary(micro_batch), micro_batch.sizes(self.args)
+            own_sizes = assigned(self, current_gradient_accumulation_steps=micro_batch.accumulation_steps)
+            with own_sizes, assigned(self.args, **sizes), self.compute_loss_context_manager():
                 return micro_batch.add_loss(self.compute_loss(model, inputs, **options))
         columns, rows = micro_batch.columns, micro_batch.rows
         with self.compute_loss_context_manager(), compat.profiling_context(self, "compute_loss"):
@@ -325,13 +327,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         **images: Any,
     ) -> Any:
         """Like TRL's method, in the model's form. A user's own tokens with images run through TRL's method."""
-        tensors, options = (input_ids, attention_mask), (logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
-        call = self._forwards.call_with(*tensors)
-        if call is None and any(value is not None for value in images.values()):
-            return super()._get_per_token_logps_and_entropies(model, *tensors, *options, **images)
+        has_images = any(value is not None for value in images.values())
+        given: Any = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
+        if (scores := self._loss_overrides.log_probs(has_images, *given)) is None:
+            return super()._get_per_token_logps_and_entropies(*given, **images)
         compat.refuse_unknown(images)
-        call = call or self._forwards.own_call(*tensors, logits_to_keep)
-        scores = self._forwards.trl_log_probs(model, call, *options)
         return tuple(None if part is None else part.to(input_ids.device) for part in scores)
 
     # ---- Sampling: TRL's methods, for users who override or call them ---------------------------------------------
@@ -339,25 +339,35 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self._trl_methods.score(inputs)
 
-    def _generate(self, prompts: list[Any], **added: Any) -> Any:
-        """TRL's tuple of eight: by this trainer's turns inside a user's `_generate`, else by TRL's method."""
-        generated = self._trl_methods.generate(prompts)
-        return super()._generate(prompts, **added) if generated is None else generated
-
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
         return self._trl_methods.rewards(inputs, prompts, completions, completion_ids_list)
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Sample by this trainer's engine inside a user's `_generate_single_turn`, else by TRL's method."""
-        if (sampled := self._trl_methods.turn(prompt_ids, images)) is not None:
+        """Sample by this trainer's engine for the rows of `multimodal_fields`, else by TRL's method."""
+        if (sampled := self._trl_methods.turn(prompt_ids, images, multimodal_fields)) is not None:
             return sampled
-        return self.trl_turn(prompt_ids, images, multimodal_fields, num_generations, *args, **kwargs)
+        return self._turn_of_trl(prompt_ids, images, without_rows(multimodal_fields), num_generations, *args, **kwargs)
 
-    def trl_turn(self, *args: Any, **kwargs: Any) -> Any:
+    def _turn_of_trl(self, *args: Any, **kwargs: Any) -> Any:
         with without_router_logits(self.model.config):
             return compat.values_of("_generate_single_turn", super()._generate_single_turn(*args, **kwargs))
+
+    def generate(self, prompts: list[Any]) -> dict[str, Any]:
+        """Sample one completion for each prompt, without tools: by this trainer's engine, and by key.
+
+        For a `rollout_func`, which may return the dictionary as it is, and for other code of the user. In a
+        `rollout_func` prompt i has the key of its place; further prompts, and further calls, draw other random numbers.
+
+        Args:
+            prompts: texts or lists of messages, of this process.
+
+        Returns:
+            `prompt_ids`, `completion_ids`, `logprobs` (None where the engine returns none) and `env_mask`, with one
+            list for each prompt; with `sampling_mask="replay"` also `kept_ids`, which are those of each token.
+        """
+        return self._trl_methods.generate(prompts)
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ _PRIVATE = {
     "entropy_bonus": "_entropy_bonus_enabled",
     "last_entropy": "_last_world_entropy",
     "tokenize_prompts": "_tokenize_prompts",
+    "turn_of_trl": "_turn_of_trl",
     "calculate_rewards": "_calculate_rewards",
     "loss_of": "_loss_of",
     "environment_tools": "_env_tools",
@@ -43,6 +44,7 @@ _ABSENT: dict[str, tuple[Any, str]] = {
     "vllm_generation": (None, "use_vllm"),
     "_last_loaded_step": (-1, "use_vllm"),
     "async_loop": (None, "_has_async_funcs"),
+    "environments": (None, "environment_factories"),
     "_env_tools": ({}, "environment_factories"),
     "_environment_pool": ({}, "environment_factories"),
 }
@@ -92,7 +94,7 @@ class TrainerView:
     use_transformers_continuous_batching: bool
     weights_sent_at: int  # the optimizer step whose weights vLLM has; -1: others
     rollout_func: Callable[..., Any] | None
-    trl_turn: Callable[..., Any]
+    turn_of_trl: Callable[..., Any]
     # Chats, tools, environments
     chat_template: str | None
     chat_template_kwargs: dict[str, Any]
@@ -102,6 +104,7 @@ class TrainerView:
     environment_factories: dict[str | None, Any] | None
     environment_tools: dict[str | None, Any]  # of each environment, by its name
     environment_pools: dict[str | None, list[Any]]  # environments to use again
+    environments: list[Any] | None  # of the completions that were sampled last
     async_loop: Any  # of asynchronous tools and reward functions
     max_tool_calling_iterations: int
     # Rewards and advantages
@@ -254,11 +257,6 @@ class TrainerView:
     def generating(self) -> AbstractContextManager[Any]:
         """TRL's contexts around transformers' `generate`."""
         return compat.generating(self._trainer)
-
-    def tokenize(self, prompts: list[Any], environments: list[str | None]) -> list[list[int]]:
-        """Tokenize by `_tokenize_prompts`, the user's if any; `environments`: the name of each prompt's environment."""
-        with assigned(self._trainer, _batch_environments=environments):
-            return self._trainer._tokenize_prompts(prompts)[0]
 
     def call_rollout_func(self, prompts: list[Any]) -> Any:
         assert self.rollout_func is not None

@@ -13,7 +13,7 @@ from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
 from ..rollouts.chat import ROW_KWARGS, Chat
 from ..rollouts.keyed import NEW_TOKENS
-from ..rollouts.settings import CHANGE_ROWS, all_end_tokens, chat_of
+from ..rollouts.settings import SCORE, all_end_tokens, chat_of
 from ..view import TrainerView
 
 
@@ -162,11 +162,9 @@ def check_tokens(view: TrainerView) -> None:
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
     if any(map(has_settings, sets.values())):
-        method = view.overridden("_tokenize_prompts", "_get_tool_suffix_ids")
-        unused = view.args.remove_unused_columns
-        others = {str(method): method, "rollout_func": view.rollout_func is not None, "remove_unused_columns": unused}
+        others = {"rollout_func": view.rollout_func, "remove_unused_columns": view.args.remove_unused_columns}
         refuse_combination(f"a column {ROW_KWARGS!r}", others, "It would be ignored; leave one of the two out.")
-    replaced = view.overridden(*CHANGE_ROWS, "_tokenize_prompts") or view.rollout_func is not None
+    replaced = view.overridden(SCORE) or view.rollout_func is not None
     if not (replaced or view.environment_factories):  # which may take, or make, other prompts
         for split, dataset in sets.items():
             check_kinds(dataset, split, chat)

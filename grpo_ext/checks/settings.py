@@ -80,7 +80,7 @@ def check_ends(view: TrainerView) -> None:
 def check_replay(view: TrainerView) -> None:
     vllm, scoring = view.use_vllm, view.overridden(LOGPS)
     if view.args.replay.masks:
-        sampling = view.overridden(SCORE, "_generate", "_generate_single_turn")
+        sampling = view.overridden(SCORE, "_generate_single_turn")
         others: dict[str, Any] = {
             f"{sampling} (it returns no kept tokens)": sampling,
             f"{scoring} (it gets padded tensors, without the kept tokens)": scoring,

@@ -26,7 +26,7 @@ from ..forward.snapshot import refuse_replaced_forward, sharing_copy
 from ..forward.token_slice import refuse_heads
 from ..rollouts.equal_shares import check_equal_shares, why_equal
 from ..rollouts.images import ImageSource
-from ..rollouts.settings import CHANGE_ROWS, advantage_rule, own_sampling, suppressed_in, template_of, why_not_by_key
+from ..rollouts.settings import SCORE, advantage_rule, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_names, check_tools
 from ..rollouts.vllm import SENT
@@ -45,7 +45,15 @@ logger = get_logger(__name__)
 _SAMPLERS, _MASKS = ("_get_train_sampler", "_get_eval_sampler"), ("get_high_entropy_mask", "get_off_policy_mask")
 _UNUSED_HOOKS = (*_SAMPLERS, *_MASKS, "get_gamma_weights")
 # methods of sampling that users override
-_SAMPLING_HOOKS = (*CHANGE_ROWS, "_generate_single_turn", "_tokenize_prompts", "_get_tool_suffix_ids")
+_SAMPLING_HOOKS = (SCORE, "_generate_single_turn")
+# methods of TRL's that are not called, and what to use instead
+_WITHDRAWN = {
+    "_generate": "a rollout_func, which may call trainer.generate(prompts), or _generate_and_score_completions",
+    "_tool_call_loop": "_generate_single_turn (called for every turn), or a rollout_func with tools of its own",
+    "_tokenize_prompts": "a chat_template, or prompts that the data set has as they are to be tokenized",
+    "_get_tool_suffix_ids": "a chat_template, which renders tools' answers",
+    "_log_metric": "log_metric in reward functions, or log",
+}
 _PLANNED = ("num_generations", "num_iterations")  # steps are planned with these
 _COPIED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # `generation_config` holds copies
 _ENGINE = ("use_vllm", "vllm_mode", "use_transformers_continuous_batching", "pad_to_multiple_of")
@@ -359,11 +367,9 @@ def refuse_overrides(view: TrainerView) -> None:
             f"sequence_parallel_size={size} and {method}: each of {size} processes would add what it computes, and the "
             "gradient would count it that many times. Use sequence_parallel_size=1."
         )
-    if method := view.overridden("_tool_call_loop"):
-        raise ConfigError(
-            f"{method} would not be called: this trainer answers tools transcript by transcript. Override "
-            "_generate_single_turn (called for every turn) or _generate (makes whole completions) instead."
-        )
+    for name, remedy in _WITHDRAWN.items():
+        if method := view.overridden(name):
+            raise ConfigError(f"{method} would not be called: this trainer samples and logs by itself. Use {remedy}.")
     if view.args.rollout_lag and (method := view.overridden(*_SAMPLING_HOOKS)):
         raise ConfigError(
             f"rollout_lag={view.args.rollout_lag} and {method}: it would sample with the weights that are trained, "

@@ -94,11 +94,13 @@ class TokenRows:
         keys_N = token_keys(start, groups_B, rows_B, self.prompts_B, self.completions_B)
         return replace(self, dropout_N=keys_N)
 
-    def with_dropout_of(self, other: TokenRows) -> TokenRows:
-        """The same rows, with the keys of others if these have the same tokens."""
-        if self.starts_B != other.starts_B or not torch.equal(self.ids_N, other.ids_N):
-            return self
-        return replace(self, dropout_N=other.dropout_N, same_text=other.same_text)
+    def same_tokens(self, other: TokenRows) -> bool:
+        """Whether these rows have the tokens of others, and attention sees the same of them."""
+        lengths = [[*rows.prompts_B, *rows.completions_B] for rows in (self, other)]
+        if lengths[0] != lengths[1] or not torch.equal(self.ids_N, other.ids_N):
+            return False
+        one, two = (torch.ones_like(r.ids_N) if r.attended_N is None else r.attended_N for r in (self, other))
+        return torch.equal(one.bool(), two.bool())
 
     def part(self, rows: Sequence[int]) -> TokenRows:
         """Consecutive rows."""

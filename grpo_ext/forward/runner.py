@@ -1,7 +1,7 @@
 """Log-probabilities of completions under the policy and the reference, for a rollout or a micro-batch.
 
 Differs from TRL, where one method serves both: a rollout runs without gradients, in chunks that fit into memory; a
-micro-batch runs in one forward, with gradients. `OverridableRunner` serves users who override or call TRL's method.
+micro-batch runs in one forward, with gradients.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from .choice import ForwardChoice
 from .draws import drawing_modules, drawn_in, generator_states
 from .dropout import is_keyed, keyed_dropout
 from .forms import in_form, run_rows
+from .images import RowImages
 from .lm_head import LogProbs, RouterOutput
 from .moving_buffers import differ, moving_buffers
 from .routing import Routing
@@ -49,6 +50,10 @@ class ForwardLimits:
     completions: int | None
     tokens: int | None = None
     group_size: int | None = None  # completions per group, in which canonical units are cut; None: no units
+
+
+# log-probabilities, entropies and auxiliary loss: what TRL's `_get_per_token_logps_and_entropies` returns
+TrlLogProbs = tuple[torch.Tensor, Any, Any]
 
 
 class MicroBatchScores(NamedTuple):
@@ -68,7 +73,9 @@ class ForwardRunner:
         refused: Mapping[Form, str] | None = None,  # forms that no model of this run takes, with the reason
         suppressed: Sequence[torch.Tensor] = (),  # sets of token ids that sampling suppresses
         make_rows: Callable[..., Sequence[TokenRows]] = lambda policy, **options: (),  # on which a model is compared
+        override: Callable[[], Callable[..., Any] | None] = lambda: None,  # a user's log-probabilities
     ) -> None:
+        self.override = override
         self.accelerator, self.args, self.suppressed, self.make_rows = accelerator, args, suppressed, make_rows
         multiple: Any = args.pad_to_multiple_of
         self.multiple: int = multiple or 1
@@ -190,6 +197,11 @@ class ForwardRunner:
         self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scores of this process's part of a rollout batch, (S,), and recorded experts as in `LogProbs.experts_NC`."""
+        if (override := self.override()) is not None:
+            ids, mask, width = rows.padded(self.multiple)
+            size = {"batch_size": limits.completions}
+            logps_BT, _, _ = self._by_user(override, model, (ids, mask), width, rows.images, {}, **size)
+            return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B, strict=True)]), None
         # members run the rows of all of them together, and each keeps its own
         shares = [rows] if self.group is None else gather_in_group(rows, self.group.handle, self.group.size)
         everyone = rows if self.group is None else TokenRows.joined(shares)
@@ -202,11 +214,18 @@ class ForwardRunner:
         return logps_S[mine], torch.cat(experts).split(tokens)[mine] if experts else None
 
     def micro_batch_log_probs(
-        self, model: Any, columns: Mapping[str, Any], rows: TokenRows, with_router: bool
+        self, model: Any, columns: Mapping[str, Any], rows: TokenRows, with_router: bool, alone: bool = False
     ) -> MicroBatchScores:
-        """Scores in the layout and on the device of the padded `columns`."""
-        output = self._forward(model, rows, with_router=with_router, group=self.group)
+        """Scores in the layout and on the device of the padded `columns`; `alone`: not of a sequence-parallel group."""
         mask_BT = columns["completion_mask"]
+        if (override := self.override()) is not None:
+            images, asked = images_among(columns), {"compute_entropy": True, "compute_aux_loss": with_router}
+            ids_and_mask, width = padded_ids_and_mask(columns), mask_BT.size(1)
+            logps, entropies, aux_loss = self._by_user(
+                override, model, ids_and_mask, width, rows.images, images, **asked
+            )
+            return MicroBatchScores(logps, entropies, getattr(aux_loss, "grpo_ext_router", None))
+        output = self._forward(model, rows, with_router=with_router, group=None if alone else self.group)
         assert output.entropies_S is not None
         shape = (output.places_2S, len(rows), mask_BT.size(1))
         logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
@@ -271,19 +290,51 @@ class ForwardRunner:
                 refuse_split_dependence([drawn_in(names)] if names else [], allow=False)
         return output
 
+    # ---- TRL's `_get_per_token_logps_and_entropies`, where a user overrides or calls it -----------------------------
 
-# ---- Overrides of users --------------------------------------------------------------------------------------------
+    def _by_user(
+        self,
+        override: Callable[..., Any],
+        model: Any,
+        padded_2BL: tuple[torch.Tensor, torch.Tensor],
+        width: int,
+        images: RowImages | None,
+        given: Mapping[str, Any],
+        **options: Any,
+    ) -> TrlLogProbs:
+        """What a user's override returns for padded ids and mask; `given` are the images of TRL's dictionary."""
+        ids, mask = to_device(padded_2BL, self.accelerator.device)
+        if images is not None:
+            given = given or to_device(images.as_trl(ids), self.accelerator.device)
+            ids.grpo_ext_images = images
+        logps, entropies, aux_loss = override(model, ids, mask, width, **options, **given)
+        return logps, entropies, aux_loss
 
+    def trl_log_probs(
+        self, model: Any, rows: TokenRows, limits: ForwardLimits, width: int, with_entropy: bool, with_router: bool
+    ) -> TrlLogProbs:
+        """What TRL's method returns for rows, in forwards of at most `limits.completions` of them.
 
-class Unchanged:
-    """Detects whether tensors were replaced or written to."""
+        With `limits.group_size` the rows are those of a rollout. An `aux_loss` of one forward has its `RouterOutput` as
+        an attribute: the loss of a step needs more than the value.
+        """
+        options = {"with_entropy": with_entropy, "with_router": with_router}
+        if limits.group_size is not None:
+            parts = self._run_chunks(model, rows, limits, **options)
+        else:
+            parts = [self._forward(model, rows.part(part), **options) for part in self._cut(model, rows, limits)]
+        routers = [part.router for part in parts if part.router is not None]
+        experts = experts_per_token(base_model_of(model))
+        aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean() if routers else None
+        if aux_loss is not None and len(parts) == 1:
+            aux_loss.grpo_ext_router = routers[0]  # type: ignore[attr-defined]
+        places_2S = rows.places().to(parts[0].logps_S.device)
 
-    def __init__(self, *tensors: torch.Tensor) -> None:
-        self._before = [(tensor, tensor._version) for tensor in tensors]
+        def columns(values: list[torch.Tensor]) -> torch.Tensor:
+            return in_columns(torch.cat(values), places_2S, len(rows), width)
 
-    def are(self, *tensors: torch.Tensor) -> bool:
-        pairs = zip(tensors, self._before, strict=True)
-        return all(t is before and t._version == version for t, (before, version) in pairs)
+        entropies = [part.entropies_S for part in parts if part.entropies_S is not None]
+        return columns([part.logps_S for part in parts]), columns(entropies) if entropies else None, aux_loss
 
 
 def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,96 +343,6 @@ def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.
     return ids, mask
 
 
-@dataclass(eq=False)
-class Call:
-    rows: TokenRows  # without padding
-    tensors: Unchanged  # the padded ids and attention mask that stand for the rows
-    limits: ForwardLimits | None = None  # for the rows of a rollout
-    router: RouterOutput | None = None  # of a MoE model, once `super()` has run the micro-batch
-
-
-class OverridableRunner(ForwardRunner):
-    """Gets log-probabilities from a user's `_get_per_token_logps_and_entropies`, where there is one.
-
-    TRL's signature has no place for rows, so the calls in progress are kept here, of the main thread and of the one
-    that samples ahead. `super()` runs the rows of a call where it is given the call's tensors unchanged, and any other
-    tensors as a batch of the user's own.
-    """
-
-    def __init__(self, *args: Any, override: Callable[[], Callable[..., Any] | None] = lambda: None) -> None:
-        super().__init__(*args)
-        self.override = override  # returns the user's method, or None
-        self._calls: list[Call] = []  # in progress; shared by the runners of all threads
-
-    def rollout_log_probs(
-        self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if (override := self.override()) is None:
-            return super().rollout_log_probs(model, rows, limits, record_experts)
-        ids, mask, width = rows.padded(self.multiple)
-        images = {} if rows.images is None else rows.images.as_trl(ids)
-        ids, mask, images = to_device((ids, mask, images), self.accelerator.device)
-        with self.calling(ids, mask, rows, limits):
-            logps_BT, _, _ = override(model, ids, mask, width, batch_size=limits.completions, **images)
-        return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B, strict=True)]), None
-
-    def micro_batch_log_probs(
-        self, model: Any, columns: Mapping[str, Any], rows: TokenRows, with_router: bool
-    ) -> MicroBatchScores:
-        if (override := self.override()) is None:
-            return super().micro_batch_log_probs(model, columns, rows, with_router)
-        (ids, mask), width = padded_ids_and_mask(columns), columns["completion_ids"].size(1)
-        images = images_among(columns)
-        if not images and rows.images is not None:
-            images = rows.images.as_trl(ids)
-        options: Any = {"compute_entropy": True, "compute_aux_loss": with_router, **images}
-        with self.calling(ids, mask, rows) as call:
-            logps, entropies, _ = override(model, ids, mask, width, **options)
-        return MicroBatchScores(logps, entropies, call.router)
-
-    @contextmanager
-    def calling(
-        self, ids: torch.Tensor, mask: torch.Tensor, rows: TokenRows, limits: ForwardLimits | None = None
-    ) -> Iterator[Call]:
-        call = Call(rows, Unchanged(ids, mask), limits)
-        self._calls.append(call)
-        try:
-            yield call
-        finally:
-            self._calls.remove(call)
-
-    def call_with(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Call | None:
-        return next((call for call in [*self._calls] if call.tensors.are(input_ids, attention_mask)), None)
-
-    def own_call(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> Call:
-        """The call of a user with tensors of their own."""
-        name = "_get_per_token_logps_and_entropies"
-        self.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
-        tensors = input_ids, attention_mask
-        rows = TokenRows.of_padded(*tensors, width)
-        for call in [*self._calls]:
-            rows = rows.with_dropout_of(call.rows)
-        return Call(rows, Unchanged(*tensors))
-
-    def trl_log_probs(
-        self, model: Any, call: Call, width: int, batch_size: int | None, with_entropy: bool, with_router: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """What TRL's `_get_per_token_logps_and_entropies` returns, in forwards of at most `batch_size` completions."""
-        rows, options = call.rows, {"with_entropy": with_entropy, "with_router": with_router}
-        if call.limits is not None:
-            parts = self._run_chunks(model, rows, call.limits, **options)
-        else:
-            cut = self._cut(model, rows, ForwardLimits(batch_size))
-            parts = [self._forward(model, rows.part(part), **options) for part in cut]
-        routers = [part.router for part in parts if part.router is not None]
-        if len(parts) == 1:
-            call.router = parts[0].router
-        experts = experts_per_token(base_model_of(model))
-        aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean() if routers else None
-        places_2S = rows.places().to(parts[0].logps_S.device)
-
-        def columns(values: list[torch.Tensor]) -> torch.Tensor:
-            return in_columns(torch.cat(values), places_2S, len(rows), width)
-
-        entropies = [part.entropies_S for part in parts if part.entropies_S is not None]
-        return columns([part.logps_S for part in parts]), columns(entropies) if entropies else None, aux_loss
+def row_images_of(ids_BL: torch.Tensor) -> RowImages | None:
+    """The images of padded ids that were made here; None for tensors of the user's own."""
+    return getattr(ids_BL, "grpo_ext_images", None)

@@ -57,7 +57,7 @@ class RewardRows:
     first: int = 0  # place of the first of these completions in the rollout batch, over all processes
     chunk: int | None = None  # completions in one call, a divisor of their number; None: all in one call
     state: Any = None  # the Trainer's, an argument of the functions
-    recorders: Mapping[str, Callable[..., None]] = field(default_factory=dict)  # the user's `log_metric`, `log_extra`
+    log_extra: Callable[..., None] | None = None  # the user's `_log_completion_extra`
     names: Sequence[str] = ()  # of the columns of all processes, whose rows may have different keys
     ended: Future[None] = field(default_factory=Future)  # done once a call has failed for good, so that others end
 
@@ -111,7 +111,7 @@ class RewardRunner:
                         results = [result() for result in chunks]
                     rewards = [torch.nan if reward is None else reward for part, _ in results for reward in part]
                     rewards_BF[:, number] = torch.tensor(rewards, dtype=torch.float32)
-                    records += [_handed_over(record, rows.recorders) for _, record in results]
+                    records += [_handed_over(record, rows.log_extra) for _, record in results]
             except BaseException:  # the first chunk that fails ends the others
                 rows.ended.set_result(None)
                 if self.workers is not None:
@@ -169,14 +169,10 @@ class RewardRunner:
         return logits[:, 0].tolist(), RewardCall(sources.names[number], number, rows.first, len(texts))
 
 
-def _handed_over(record: RewardCall, recorders: Mapping[str, Callable[..., None]]) -> RewardCall:
-    """Pass the logs of a call to the user's `recorders`; returns the record without them."""
-    if (log_metric := recorders.get("log_metric")) is not None:
-        for name, value in record.metrics:
-            log_metric(name, value)
-        record = replace(record, metrics=[])
-    if (log_extra := recorders.get("log_extra")) is not None:
-        for column, values in record.columns.items():
-            log_extra(column, values)
-        record = replace(record, columns={})
-    return record
+def _handed_over(record: RewardCall, log_extra: Callable[..., None] | None) -> RewardCall:
+    """Pass the columns of a call to the user's `log_extra`; returns the record without them."""
+    if log_extra is None:
+        return record
+    for column, values in record.columns.items():
+        log_extra(column, values)
+    return replace(record, columns={})

@@ -29,6 +29,8 @@ from ..runtime.collectives import gather_lists
 
 logger = get_logger(__name__)
 
+# of users' dictionaries: the place of a completion in the step, by which what they pass on is known
+ROW = "grpo_ext_row"
 ROW_IMAGES = "row_images"  # of a model that takes images (`rollouts.images`)
 # columns of this trainer's sampler (`TokenRecord`)
 KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, EXPERTS = "kept_counts", "kept_ids", "sampler_logps", "experts"

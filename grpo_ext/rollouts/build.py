@@ -16,7 +16,7 @@ from ..forward.architecture import base_model_of
 from ..forward.form_check import probe_rows
 from ..forward.images import PromptProcessor
 from ..forward.routing import Router, routers_of
-from ..forward.runner import ForwardRunner, OverridableRunner
+from ..forward.runner import ForwardRunner
 from ..precision.half import as_in_training
 from ..rewards.guard import Faults
 from ..rewards.runner import RewardRunner
@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 def build_rollouts(
     view: TrainerView, clock: PhaseClock, limits: MicroBatchLimits, note: Callable[[int, int, ScoredBatch], None]
-) -> tuple[OverridableRunner, Rollouts]:
+) -> tuple[ForwardRunner, Rollouts]:
     images, refused = ImageSource(), dict[Form, str]()
     if view.takes_images:
         image_token = compat.image_token(view.model)
@@ -53,7 +53,7 @@ def build_rollouts(
     override = functools.partial(view.override_of, LOGPS)
     make_rows = functools.partial(probe_rows, tokenizer=view.tokenizer, processor=images.prepare)
     forms = refused, suppressed_in(view), make_rows
-    forwards = OverridableRunner(view.accelerator, view.args, *forms, override=override)
+    forwards = ForwardRunner(view.accelerator, view.args, *forms, override=override)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
     worker = _worker(view, images, forwards, memory, clock)
@@ -101,7 +101,7 @@ def _engine(view: TrainerView, settings: EngineSettings, images: ImageSource, me
             return VllmServer(generation, client, view.args.vllm_seeds, view.profile)
         return VllmEngine(generation, view.args.vllm_seeds, view.profile, routers)
     if view.use_transformers_continuous_batching:
-        return ContinuousBatching(view.trl_turn, lambda: view.policy)
+        return ContinuousBatching(view.turn_of_trl, lambda: view.policy)
 
     @contextmanager
     def generating() -> Iterator[Any]:

@@ -33,7 +33,6 @@ class Chat:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     embedded: int | None = None  # rows of the model's embedding; None: unknown
     own_tokenizer: Any = None  # TRL's `_tokenizer`, which decodes completions; None: that of `processing_class`
-    suffix: Callable[[Messages], list[int]] | None = None  # the user's `_get_tool_suffix_ids`; None: TRL's
     placeholders: Sequence[str] = ()  # that stand for an image, so no text may contain them
 
     @property
@@ -151,8 +150,6 @@ class Chat:
 
         `with_end` includes the end token of the calls; some templates add a line break after it.
         """
-        if self.suffix is not None:
-            return list(self.suffix(answers))
         self._refuse_placeholders(f"the answer of the tool {answers[0]['name']!r}", answers)
         # the answers follow a call of the first tool, because some templates repeat its name
         call = {"type": "function", "function": {"name": answers[0]["name"], "arguments": {}}}

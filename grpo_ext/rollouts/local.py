@@ -1,16 +1,14 @@
 """The records of a local phase: what it reads of the trainer, and one process's part of a rollout batch.
 
-`rollouts.settings` fills the settings, the worker a `LocalRollout`, which `join` reads. TRL's signatures do not say who
-calls them, so `UserCalls` holds the user's overrides that run; `rollouts.trl_methods` looks there.
+`rollouts.settings` fills the settings, the worker a `LocalRollout`, which `join` reads.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
 class Hooks:
     """The user's overrides of TRL's sampling; None: TRL's method."""
 
-    # `_tokenize_prompts`: from prompts, and the names of their environments, to token ids
-    tokenize: Callable[[list[Any], list[str | None]], list[list[int]]] | None = None
-    generate: Callable[..., Any] | None = None  # `_generate`
     turn: Callable[..., Any] | None = None  # `_generate_single_turn`
     rollout: Callable[[list[Any]], dict[str, Any]] | None = None  # `rollout_func`, its result checked
     # `_calculate_rewards`, called between `exchange` and `join` instead of the worker's reward functions
@@ -47,7 +42,7 @@ class Hooks:
     @property
     def sampling(self) -> bool:
         """Whether completions, or their log-probabilities, may be the user's own."""
-        return any((self.generate, self.turn, self.rollout, self.score))
+        return any((self.turn, self.rollout, self.score))
 
     @property
     def need_all_processes(self) -> bool:
@@ -91,7 +86,7 @@ class RewardSettings:
     functions: RewardFunctions
     weights_F: torch.Tensor  # on the CPU
     rule: AdvantageRule
-    recorders: Mapping[str, Any]  # the user's own `_log_metric` and `_log_completion_extra`, by keyword
+    log_extra: Callable[..., None] | None  # the user's own `_log_completion_extra`
     # TRL's records of what was logged outside a call of a reward function: by metric, by column of the table
     pending_metrics: MutableMapping[str, list[float]]
     pending_columns: MutableMapping[str, list[Any]]
@@ -116,7 +111,6 @@ class LocalRollout:
     # one for each row; those of a process without prompts are stand-ins that reach no result
     transcripts: list[Transcript] = field(default_factory=list)
     has_mask: bool = False  # completions may contain tokens of tools or of an environment
-    extra_fields: dict[str, Any] = field(default_factory=dict)  # of a `rollout_func`, beside TRL's lists
     # of each transcript's tokens, (T,), by the column of the rollout batch; those that the run needs
     logps: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     # NaN where a function does not apply; None where the user's `_calculate_rewards` makes them
@@ -125,6 +119,9 @@ class LocalRollout:
     failure: Exception | None = None  # that ended the local phase
     # whether a row ended, by its ids, for rows that a user's override got from TRL's method
     known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict)
+    generate_calls: Iterator[int] = field(
+        default_factory=itertools.count
+    )  # numbers the calls of the trainer's `generate`
 
     def remember_ends(self, rows: Iterable[Transcript | Sampled]) -> None:
         self.known_ends |= {tuple(row.ids): row.ended for row in rows if row.ended is not None}
@@ -143,59 +140,23 @@ class LocalRollout:
         return self.request.prompts.start * self.request.num_generations
 
 
-# ---- The user's overrides while they run ----------------------------------------------------------------------------
-
-
 @dataclass
-class UserCall:
-    """An override that runs, and what TRL's method has made for it.
+class TurnRows:
+    """The rows of a user's `_generate_single_turn`; `multimodal_fields` has it, and hands it on to TRL's method.
 
-    It may call `super()` with other prompts or tokens, or several times: row i keeps the key of its place; further
-    rows, and further calls, draw other random numbers.
+    The override may call `super()` with other tokens, or several times: row i keeps the key of its place; further rows,
+    and further calls, draw other random numbers.
     """
 
-    super_calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls of TRL's method
-
-
-@dataclass
-class ScoreCall(UserCall):  # of `_generate_and_score_completions`
-    request: RolloutRequest
-    rounds: list[Round] = field(default_factory=list, init=False)
-
-
-@dataclass
-class GenerateCall(UserCall):  # of `_generate`
-    local: LocalRollout
-    made: list[Transcript] = field(default_factory=list, init=False)
-
-
-@dataclass
-class TurnCall(UserCall):  # of `_generate_single_turn`
     chunk: list[Transcript]
     sizes: ChunkSizes
-    made: list[Sampled] = field(default_factory=list, init=False)
+    made: list[Sampled] = field(default_factory=list, init=False)  # by TRL's method
+    calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls
 
 
 @dataclass
-class RewardsCall(UserCall):  # of `_calculate_rewards`
-    local: LocalRollout
-    reward_calls: list[RewardCall] = field(default_factory=list, init=False)
+class Scoring:
+    """A user's `_generate_and_score_completions` while it runs: what it was asked for, and what TRL's method made."""
 
-
-Call = TypeVar("Call", bound=UserCall)
-
-
-class UserCalls:
-    def __init__(self) -> None:
-        self._running: list[UserCall] = []
-
-    @contextmanager
-    def running(self, call: Call) -> Iterator[Call]:
-        self._running.append(call)
-        try:
-            yield call
-        finally:
-            self._running.pop()
-
-    def innermost(self, kind: type[Call]) -> Call | None:
-        return next((call for call in reversed(self._running) if isinstance(call, kind)), None)
+    request: RolloutRequest
+    rounds: list[Round] = field(default_factory=list)

@@ -31,10 +31,6 @@ from .worker import RolloutWorker
 
 SCORE = "_generate_and_score_completions"
 LOGPS = "_get_per_token_logps_and_entropies"
-# a user's override of these may change the rows
-CHANGE_ROWS = (SCORE, "_generate")
-# TRL's methods behind arguments of reward functions
-_RECORDERS = {"log_metric": "_log_metric", "log_extra": "_log_completion_extra"}
 
 
 def read_settings(
@@ -106,7 +102,7 @@ def _rewards(view: TrainerView) -> RewardSettings:
         functions=reward_functions(view),
         weights_F=torch.as_tensor(view.reward_weights).float().cpu().clone(),
         rule=advantage_rule(view),
-        recorders={n: hook for n, name in _RECORDERS.items() if (hook := view.override_of(name)) is not None},
+        log_extra=view.override_of("_log_completion_extra"),
         pending_metrics=view.pending_metrics,
         pending_columns=view.pending_columns,
         state=view.state,
@@ -132,7 +128,6 @@ def chat_of(view: TrainerView) -> Chat:
         dict(view.chat_template_kwargs),
         embedded,
         view.tokenizer,
-        view.override_of("_get_tool_suffix_ids"),
         _placeholders(view),
     )
 
@@ -213,7 +208,7 @@ def why_not_by_key(view: TrainerView) -> str | None:
 def own_sampling(view: TrainerView) -> str | None:
     if view.rollout_func is not None:
         return "rollout_func"
-    return view.overridden("_generate", "_generate_single_turn")
+    return view.overridden("_generate_single_turn")
 
 
 def _hooks(view: TrainerView, sharded: bool) -> Hooks:
@@ -232,8 +227,6 @@ def _hooks(view: TrainerView, sharded: bool) -> Hooks:
         return checked_rollout(output, len(prompts), needs_logps, args.replay.masks)
 
     return Hooks(
-        tokenize=None if view.override_of("_tokenize_prompts") is None else view.tokenize,
-        generate=view.override_of("_generate"),
         turn=view.override_of("_generate_single_turn"),
         rollout=None if view.rollout_func is None else rollout,
         rewards=view.override_of("_calculate_rewards"),

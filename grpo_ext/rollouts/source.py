@@ -20,6 +20,7 @@ from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, 
 from ..errors import RewardError
 from ..forward.snapshot import Weights
 from ..rewards.worker import RewardCall
+from ..runtime.attributes import assigned
 from ..runtime.collectives import (
     any_process,
     gather_lists,
@@ -32,12 +33,12 @@ from ..runtime.collectives import (
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..view import TrainerView
 from .ahead import Job, RolloutsAhead, build_ahead
-from .batch import RolloutBatch, batch_state, saved_batch
+from .batch import ROW, RolloutBatch, batch_state, saved_batch
 from .engine_check import EngineCheck
 from .equal_shares import why_equal
 from .images import ImageSource
 from .join import Round, exchange, join
-from .local import LocalRollout, RewardsCall, RolloutSettings, ScoreCall
+from .local import LocalRollout, RolloutSettings, Scoring
 from .log import RolloutLog
 from .rounds import ScoredBatch, fill, round_by_user
 from .settings import read_settings, template_of
@@ -73,6 +74,7 @@ class Rollouts:
     # called for each rollout batch: the first step that trains on it, and the step whose weights sampled it
     note: Callable[[int, int, ScoredBatch], None]
     current: CurrentBatch | None = field(default=None, init=False)
+    scoring: Scoring | None = field(default=None, init=False)  # a user's override that runs
     ahead: RolloutsAhead | None = field(default=None, init=False)  # None without `rollout_lag`, and outside of training
     # rollout batches that a checkpoint names: their first steps, and the weights that sample them
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
@@ -197,9 +199,10 @@ class Rollouts:
     def _round(self, rows: StepRows, *, settings: RolloutSettings, job: Job | None) -> Round:
         if (score := settings.sampling.hooks.score) is not None:
             scoring = together("scoring", self.worker.forwards.collective_forward)
-            with self.worker.calls.running(ScoreCall(rows.request)) as call, scoring, self._for_users(rows.request):
+            asked = Scoring(rows.request)
+            with assigned(self, scoring=asked), scoring, self._for_users(rows.request):
                 scored = score(list(rows.rows))
-            return round_by_user(scored, rows, call.rounds, settings, self.view.args, self.images)
+            return round_by_user(scored, rows, asked.rounds, settings, self.view.args, self.images)
         if job is not None:
             assert self.ahead is not None
             local = self.ahead.part_of(job, rows)
@@ -245,9 +248,12 @@ class Rollouts:
         self, local: LocalRollout, calculate: Callable[..., Any], completions: int
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """What the user's `_calculate_rewards` returns for the completions of all processes, and the calls in it."""
-        phase, running = self.worker.clock.phase("rewards"), self.worker.calls.running(RewardsCall(local))
-        with running as call, together("_calculate_rewards"), self._for_users(local.request), phase:
-            rewards_BF = calculate(*reward_columns(local.transcripts))
+        rows, *others = reward_columns(local.transcripts)
+        if local.request.stands_in:
+            rows = [{**row, ROW: -1} for row in rows]  # of no completion
+        phase = self.worker.clock.phase("rewards")
+        with together("_calculate_rewards"), self._for_users(local.request), phase:
+            rewards_BF = calculate(rows, *others)
             shape = tuple(rewards_BF.shape) if isinstance(rewards_BF, torch.Tensor) else type(rewards_BF).__name__
             if shape != (wanted := (completions, len(local.settings.rewards.functions.names))):
                 raise RewardError(
@@ -255,7 +261,7 @@ class Rollouts:
                     "row for each completion of all processes and a column for each reward function. Change values of "
                     "what super() returns, not its shape; a further reward belongs in reward_funcs."
                 )
-            return rewards_BF.cpu(), [*call.reward_calls, *gather_lists(logged_elsewhere(local))]
+            return rewards_BF.cpu(), gather_lists(logged_elsewhere(local))
 
     def _for_users(self, request: RolloutRequest) -> AbstractContextManager[None]:
         """Inside, code of a user runs, and its collectives leave out stand-in rows."""

@@ -1,7 +1,8 @@
-"""TRL's sampling methods, with TRL's arguments and results, for users who call them, mostly by `super()`.
+"""TRL's sampling methods, and `generate`, for users who call them: most call TRL's by `super()` in an override.
 
-A call by an override that runs (`UserCalls`) belongs to its rollout batch. Any other call is a rollout of its own, with
-random numbers of its own. Called by the trainer.
+Each is a function of its arguments: the rows of a turn are in its `multimodal_fields`, stand-in rows of rewards are
+marked. A call of `score` or `generate` in a rollout batch belongs to it; any other is a rollout of its own, with random
+numbers of its own. Called by the trainer.
 """
 
 import itertools
@@ -14,13 +15,16 @@ import torch
 from ..algorithms.keyed_random import mix
 from ..batching.prompt_order import RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
+from ..errors import ConfigError
+from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
+from .batch import ROW
 from .keyed import BEYOND, request_keys
-from .local import GenerateCall, LocalRollout, RewardsCall, ScoreCall, TurnCall
+from .local import LocalRollout, TurnRows
 from .settings import sampling_config
 from .source import Rollouts
-from .transcript import Transcript
-from .trl_shapes import trl_dictionary, trl_generated
+from .transcript import Sampled, Transcript
+from .trl_shapes import trl_dictionary
 
 
 @dataclass
@@ -34,63 +38,66 @@ class TrlMethods:
     def score(self, inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """`_generate_and_score_completions`: TRL's padded dictionary of any rows of this process."""
         rollouts, settings = self.rollouts, self.rollouts.settings_now()
-        sampling = settings.sampling
-        call = self.worker.calls.innermost(ScoreCall)
-        rows, rounds = list(inputs), [] if call is None else call.rounds
-        request = self._request(rows, sampling.num_generations)
+        sampling, scoring = settings.sampling, self.rollouts.scoring
+        rows, rounds, columns = list(inputs), [] if scoring is None else scoring.rounds, _columns_of(inputs)
+        request = self._own_request(len(rows), sampling.num_generations) if scoring is None else scoring.request
         rollouts.send_weights()
-        local = rollouts.sample(StepRows(rows, request), settings, repeat=len(rounds))
+        step_rows = StepRows(rows, replace(request, columns=columns))
+        local = rollouts.sample(step_rows, settings, repeat=len(rounds))
         rounds.append(rollouts.join(local))
-        if call is None or not (self.view.args.dynamic_sampling and sampling.training):
+        if scoring is None or not (self.view.args.dynamic_sampling and sampling.training):
             rollouts.log.add(rounds[-1:], settings, {})
         return trl_dictionary(local, rounds[-1], self.worker.images, self.worker.settings)
 
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         """`_calculate_rewards` of this process's rows: (B, F) of all processes, in global order."""
-        settings = self.rollouts.settings_now()
-        call = self.worker.calls.innermost(RewardsCall)
-        request = self._request(inputs, settings.sampling.num_generations)
-        local = LocalRollout(request, settings) if call is None else replace(call.local, request=request)
-        columns = ([], [], [], []) if request.stands_in else (inputs, prompts, completions, ids)
-        rewards_BF, calls = self.worker.compute_rewards(local, *columns)
-        shares = gather_lists([(rewards_BF, calls)])
-        if call is not None:
-            call.reward_calls = [reward_call for _, part in shares for reward_call in part]
-        else:  # called by other code of the user, which logs where TRL's methods do
-            for reward_call in calls:
-                for name, value in reward_call.metrics:
-                    settings.rewards.pending_metrics.setdefault(name, []).append(value)
-                for name, values in reward_call.columns.items():
-                    settings.rewards.pending_columns.setdefault(name, []).extend(values)
-        return torch.cat([rewards for rewards, _ in shares]).to(self.view.accelerator.device)
+        settings, columns, stands_in = (
+            self.rollouts.settings_now(),
+            _columns_of(inputs),
+            any(ROW in row for row in inputs),
+        )
+        given = ([], [], [], []) if stands_in else (inputs, prompts, completions, ids)
+        environments = [] if stands_in else self.view.environments
+        rewards_BF, calls = self.worker.compute_rewards(settings, given, environments, columns)
+        for name, numbers in metrics_of(calls).items():  # logged where TRL's methods do
+            settings.rewards.pending_metrics.setdefault(name, []).extend(numbers)
+        for name, values in columns_of(calls, len(given[0])).items():
+            settings.rewards.pending_columns.setdefault(name, []).extend(values)
+        return torch.cat(gather_lists([rewards_BF])).to(self.view.accelerator.device)
 
-    def generate(self, prompts: Sequence[Any]) -> tuple[Any, ...] | None:
-        """`_generate`: TRL's tuple of eight, from the turns of any prompts; None outside of a user's `_generate`."""
-        if (call := self.worker.calls.innermost(GenerateCall)) is None:
-            return None
-        local, transcripts = call.local, []
-        known, sampling = local.transcripts, local.settings.sampling
-        repeat = next(call.super_calls)
-        keys = request_keys(local.request, len(prompts), sampling.seed, sampling.training, repeat)
+    def generate(self, prompts: Sequence[Any]) -> dict[str, Any]:
+        """One turn of the model for each prompt, as a `rollout_func` may return it."""
+        if (local := self.worker.in_progress) is None:
+            settings = self.rollouts.settings_now()
+            local = LocalRollout(self._own_request(len(prompts), settings.sampling.num_generations), settings)
+            self.rollouts.send_weights()
+        sampling, transcripts = local.settings.sampling, list[Transcript]()
+        keys = request_keys(local.request, len(prompts), sampling.seed, sampling.training, next(local.generate_calls))
         for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
-            row = known[place] if place < len(known) else Transcript({"prompt": prompt}, key, place)
-            row = replace(row, key=key, tool_calls=0, tool_failures=0)
-            row.set_prompt(prompt)
-            transcripts.append(row)
-        part = LocalRollout(local.request, local.settings, transcripts)
-        self.worker.run_turns(part)
-        call.made += transcripts
-        return trl_generated(part)
+            transcripts.append(Transcript({"prompt": prompt}, key, place))
+            transcripts[-1].set_prompt(prompt)
+        self.worker.tokenize(transcripts, sampling)
+        sampled = self.worker.generate(local, transcripts)
+        local.remember_ends(sampled)
+        logps = [turn.logps for turn in sampled]
+        kept_ids = {"kept_ids": [_kept_ids(turn) for turn in sampled]} if sampling.replay.masks else {}
+        return {
+            "prompt_ids": [row.prompt_ids for row in transcripts],
+            "completion_ids": [turn.ids for turn in sampled],
+            "logprobs": None if any(values is None for values in logps) else logps,
+            "env_mask": [[1] * len(turn.ids) for turn in sampled],
+            **kept_ids,
+        }
 
-    def turn(self, prompt_ids: Sequence[Sequence[int]], images: Sequence[Any] | None) -> tuple[Any, Any] | None:
+    def turn(self, prompt_ids: Sequence[Sequence[int]], images: Any, fields: Any) -> tuple[Any, Any] | None:
         """`_generate_single_turn`: new tokens after any tokens, and their log-probabilities.
 
-        None, so that TRL's method answers, outside of a user's `_generate_single_turn` and with continuous batching.
+        None, so that TRL's method answers, without rows in `fields` and with continuous batching.
         """
-        call = self.worker.calls.innermost(TurnCall)
-        if call is None or self.view.use_transformers_continuous_batching:
+        turn: TurnRows | None = (fields or {}).get(ROW)
+        if turn is None or self.view.use_transformers_continuous_batching:
             return None
-        chunk, repeat, rows = call.chunk, next(call.super_calls), []
+        chunk, repeat, rows = turn.chunk, next(turn.calls), []
         for place, ids in enumerate(prompt_ids):
             row = chunk[min(place, len(chunk) - 1)]
             key, cut = row.key, len(ids) - len(row.ids)
@@ -101,18 +108,33 @@ class TrlMethods:
                 row = replace(row, images=list(images[place] or ()), number=None)
             rows.append(replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
         config = None if self.view.use_vllm else sampling_config(self.view)
-        sampled = self.worker.engine.generate(rows, config, call.sizes)
-        call.made += sampled
+        sampled = self.worker.engine.generate(rows, config, turn.sizes)
+        turn.made += sampled
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
 
-    def _request(self, rows: Sequence[Mapping[str, Any]], group: int) -> RolloutRequest:
-        """The request of a user's override, or a new one, with the columns of all processes' rows; a collective."""
-        columns = tuple(dict.fromkeys(name for keys in gather_lists([list(row) for row in rows]) for name in keys))
-        if (rewarding := self.worker.calls.innermost(RewardsCall)) is not None:
-            return replace(rewarding.local.request, columns=columns)
-        if (scoring := self.worker.calls.innermost(ScoreCall)) is not None:
-            return replace(scoring.request, columns=columns)
-        prompts, rank = ceil_div(len(rows), group), self.view.accelerator.process_index
-        layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(len(rows)))
-        return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group, columns=columns)
+    def _own_request(self, rows: int, group: int) -> RolloutRequest:
+        """The request of a rollout of the user's own, beyond those of the run."""
+        prompts, rank = ceil_div(rows, group), self.view.accelerator.process_index
+        layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(rows))
+        return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group)
+
+
+def without_rows(fields: Any) -> Any:
+    """`multimodal_fields` as TRL's method takes them."""
+    return {name: value for name, value in fields.items() if name != ROW} if fields else fields
+
+
+def _columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The columns of all processes' rows; a collective."""
+    names = dict.fromkeys(name for keys in gather_lists([list(row) for row in rows]) for name in keys)
+    return tuple(name for name in names if name != ROW)
+
+
+def _kept_ids(turn: Sampled) -> list[list[int]]:
+    if turn.record is None or bool((turn.record.counts_T < 0).any()):
+        raise ConfigError(
+            "trainer.generate with sampling_mask='replay': suppress_tokens or min_new_tokens leave out tokens that "
+            "kept_ids has no place for, or the model samples in a way of its own; leave them out, or sampling_mask."
+        )
+    return [ids.tolist() for ids in turn.record.ids_K.split(turn.record.counts_T.tolist())]

@@ -1,10 +1,10 @@
-"""TRL's shapes, for users' overrides: its padded dictionary, its tuple of eight, the output of a `rollout_func`.
+"""TRL's shapes, for users' overrides: its padded dictionary, the output of a `rollout_func`.
 
 Used only where a user's hook takes or returns them; without hooks nothing is padded here. Differs from TRL, where a
 `rollout_func` that returns too few rows ends in an index error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from .engine import EngineSettings
 from .images import ImageSource
 from .join import Round, trl_columns
 from .local import LocalRollout
-from .transcript import TokenRecord, images_shown
+from .transcript import TokenRecord
 
-_GENERATED = 8
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (
     "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
@@ -48,41 +47,6 @@ def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, sett
         ids = torch.cat([dictionary["prompt_ids"], dictionary["completion_ids"]], dim=1)
         dictionary |= images.as_trl(ids)
     return dictionary
-
-
-def trl_generated(local: LocalRollout) -> tuple[Any, ...]:
-    rows = local.transcripts
-    names = ("prompt_ids", "ids", "mask", "completion", "logps")
-    prompt_ids, ids, masks, completions, logps = ([getattr(row, name) for row in rows] for name in names)
-    tool_images = [row.images[row.prompt_images :] for row in rows] if local.has_mask else []
-    return (
-        prompt_ids,
-        ids,
-        masks if local.has_mask else None,
-        completions,
-        None if any(row is None for row in logps) else logps,
-        local.extra_fields,
-        images_shown(rows),
-        tool_images,
-    )
-
-
-def take_generated(local: LocalRollout, generated: Sequence[Any]) -> None:
-    if not isinstance(generated, (tuple, list)) or len(generated) != _GENERATED:
-        kind = f"{len(generated)} values" if isinstance(generated, (tuple, list)) else type(generated).__name__
-        raise RolloutError(f"_generate returned {kind}; return the tuple of {_GENERATED} values that TRL's returns.")
-    prompt_ids, ids, masks, completions, logps, extra_fields, images, _ = generated
-    rows = local.transcripts
-    columns = {"completions": ids, "prompt_ids": prompt_ids, "messages": completions, "masks": masks, "logps": logps}
-    columns |= {"images": images, **{name: values for name, values in extra_fields.items() if isinstance(values, list)}}
-    for name, values in columns.items():
-        if values is not None and len(values) != len(rows):
-            raise RolloutError(f"_generate returned {len(values)} {name} for {len(rows)} prompts; return one for each.")
-    _fill(local, prompt_ids, ids, masks, logps, extra_fields)
-    for place, row in enumerate(rows):
-        row.completion = completions[place]
-        if images is not None:
-            row.images, row.number = list(images[place] or ()), None
 
 
 def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool = False) -> dict[str, Any]:
@@ -140,20 +104,15 @@ def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     """Read the dictionary that a `rollout_func` returned; `env_mask` and further fields go where TRL puts them."""
     fields = {name: value for name, value in output.items() if name not in ("prompt_ids", "completion_ids", "logprobs")}
     masks, kept_ids_B = fields.pop("env_mask", None), fields.pop("kept_ids", None)
-    _fill(local, output["prompt_ids"], output["completion_ids"], masks, output["logprobs"], fields)
+    logps = output["logprobs"]
+    for place, transcript in enumerate(local.transcripts):
+        transcript.prompt_ids, transcript.ids = list(output["prompt_ids"][place]), list(output["completion_ids"][place])
+        transcript.mask = [1] * len(transcript.ids) if masks is None else list(masks[place])
+        transcript.logps = None if logps is None else list(logps[place])
+        transcript.ended = local.ended(transcript.ids)
+        for name, values in fields.items():  # the entry of a list, or the same value for all
+            transcript.row[name] = values[place] if isinstance(values, list) else values
+    local.has_mask = masks is not None
     if local.settings.sampling.replay.masks and kept_ids_B is not None:
         for transcript, kept_ids in zip(local.transcripts, kept_ids_B, strict=True):
             transcript.record = TokenRecord.of_kept(kept_ids, transcript.logps)
-    local.extra_fields = fields
-
-
-def _fill(local: LocalRollout, prompt_ids: Any, ids: Any, masks: Any, logps: Any, fields: Mapping[str, Any]) -> None:
-    """Set the tokens of each transcript, and the fields of its row: the entry of a list, or the same value for all."""
-    for place, transcript in enumerate(local.transcripts):
-        transcript.prompt_ids, transcript.ids = list(prompt_ids[place]), list(ids[place])
-        transcript.mask = [1] * len(transcript.ids) if masks is None else list(masks[place])
-        transcript.logps = None if logps is None else list(logps[place])
-        transcript.record, transcript.experts_NC, transcript.ended = None, None, local.ended(transcript.ids)
-        for name, values in fields.items():
-            transcript.row[name] = values[place] if isinstance(values, list) else values
-    local.has_mask = masks is not None

@@ -2,7 +2,7 @@
 
     rows -> begin -> generate <-> answer -> log-probabilities -> rewards
 
-Differs from TRL, whose `_generate_and_score_completions` and `_generate` gather in between. A worker holds no trainer,
+Differs from TRL, which gathers in between. A worker holds no trainer,
 because with `rollout_lag` a second one runs on a thread, with copies of the models. docs/architecture.md lists what
 processes exchange meanwhile.
 """
@@ -23,18 +23,19 @@ from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
+from ..runtime.attributes import assigned
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process, uneven_collectives
-from .batch import MODEL_LOGPS
+from .batch import MODEL_LOGPS, ROW
 from .chat import ROW_KWARGS
 from .decoding import unique
 from .engine import Engine, EngineSettings, cut_calls
 from .images import ImageSource
 from .keyed import request_keys
-from .local import GenerateCall, LocalRollout, RolloutSettings, SamplingSettings, TurnCall, UserCalls
+from .local import LocalRollout, RolloutSettings, SamplingSettings, TurnRows
 from .tools import continue_with
 from .transcript import Sampled, TokenRecord, Transcript, images_shown, share_prompt_experts
-from .trl_shapes import take_generated, take_rollout
+from .trl_shapes import take_rollout
 
 
 class Models(NamedTuple):
@@ -57,7 +58,7 @@ class RolloutWorker:
     retired: dict[int, Any] = field(default_factory=dict)  # see `Environments`
     # called with the transcripts once their environments are reset
     show_environments: Callable[[Sequence[Transcript]], None] = lambda transcripts: None
-    calls: UserCalls = field(default_factory=UserCalls)
+    in_progress: LocalRollout | None = None  # whose `rollout_func` runs
 
     @property
     def shards_vision(self) -> bool:
@@ -72,7 +73,7 @@ class RolloutWorker:
         local, sampling = LocalRollout(rows.request, settings), settings.sampling
         if not rows.request.stands_in or sampling.hooks.need_all_processes or self.shards_vision:
             local.transcripts = self.begin(rows, sampling, repeat)
-        self.converse(local)
+        self.run_turns(local)
         if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
             raise RolloutError(
                 f"the completion of the prompt {reprlib.repr(empty[0])} has no tokens; what samples it (an "
@@ -99,38 +100,20 @@ class RolloutWorker:
     def tokenize(self, transcripts: Sequence[Transcript], sampling: SamplingSettings) -> None:
         firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
         different = [transcripts[i] for i in firsts]
-        prompts = [transcript.prompt for transcript in different]
-        if (tokenize := sampling.hooks.tokenize) is not None:
-            ids = tokenize(prompts, [transcript.environment_name for transcript in different])
-        else:
-            ids = [sampling.chat.of_row(t.row).tokenize(t.prompt, t.environment_name) for t in different]
-        if len(ids) != len(prompts):
-            raise RolloutError(f"_tokenize_prompts returned ids of {len(ids)} prompts, not of all {len(prompts)}.")
-        for prompt, prompt_ids in zip(prompts, ids, strict=True):
-            sampling.chat.check_ids(list(prompt_ids), f"the prompt {reprlib.repr(prompt)}")
+        ids = [sampling.chat.of_row(t.row).tokenize(t.prompt, t.environment_name) for t in different]
+        for transcript, prompt_ids in zip(different, ids, strict=True):
+            sampling.chat.check_ids(prompt_ids, f"the prompt {reprlib.repr(transcript.prompt)}")
         for transcript, number in zip(transcripts, numbers, strict=True):
             transcript.prompt_ids = list(ids[number])
 
     # ---- Turns ----------------------------------------------------------------------------------------------------
 
-    def converse(self, local: LocalRollout) -> None:
-        if (generate := local.settings.sampling.hooks.generate) is None:
-            self.run_turns(local)
-            return
-        with self.calls.running(GenerateCall(local)) as call:
-            generated = generate([transcript.prompt for transcript in local.transcripts])
-        local.remember_ends(call.made)
-        for row in call.made if local.transcripts else ():
-            transcript = local.transcripts[row.place % len(local.transcripts)]
-            transcript.tool_calls += row.tool_calls
-            transcript.tool_failures += row.tool_failures
-        take_generated(local, generated)
-
     def run_turns(self, local: LocalRollout) -> None:
         """The model writes, tools answer, until no transcript wants a turn."""
         sampling, transcripts = local.settings.sampling, local.transcripts
         if sampling.hooks.rollout is not None and transcripts:
-            take_rollout(local, sampling.hooks.rollout([transcript.prompt for transcript in transcripts]))
+            with assigned(self, in_progress=local):
+                take_rollout(local, sampling.hooks.rollout([transcript.prompt for transcript in transcripts]))
         else:
             self.tokenize(transcripts, sampling)
             for transcript, turn in zip(transcripts, self.generate(local, transcripts), strict=True):
@@ -166,13 +149,11 @@ class RolloutWorker:
             chunk = [transcripts[index] for index in indices]
             later = chunk[0].turns > 0
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
-            arguments: tuple[Any, ...] = ([r.all_ids for r in chunk], images_shown(chunk), {})
-            with (
-                self.calls.running(TurnCall(chunk, sizes)) as call,
-                uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"),
-            ):
+            rows_of_turn = TurnRows(chunk, sizes)
+            arguments: tuple[Any, ...] = ([r.all_ids for r in chunk], images_shown(chunk), {ROW: rows_of_turn})
+            with uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"):
                 ids, logps = turn(*arguments, **options) if later else turn(*arguments, sizes.group)
-            local.remember_ends(call.made)
+            local.remember_ends(rows_of_turn.made)
             if len(ids) != len(chunk):
                 raise RolloutError(
                     f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
@@ -257,32 +238,44 @@ class RolloutWorker:
         if local.settings.sampling.hooks.rewards:
             return
         with self.clock.phase("rewards"):
-            local.rewards_BF, calls = self.compute_rewards(local, *reward_columns(local.real_transcripts))
+            rows, request = local.real_transcripts, local.request
+            environments = [t.environment for t in rows if t.environment is not None]
+            given = local.settings, reward_columns(rows), environments, request.columns
+            local.rewards_BF, calls = self.compute_rewards(*given, local.first)
             local.reward_calls = [*calls, *logged_elsewhere(local)]
             if self.settings.sharded and not local.real_transcripts:  # reward models may be sharded too
                 filler = RewardRows([{}], [""], [""], [[]])
                 self.rewards.join_remaining_forwards(local.settings.rewards.functions, filler)
 
     def compute_rewards(
-        self, local: LocalRollout, rows: list[Any], prompts: list[Any], completions: list[Any], ids: list[Any]
+        self,
+        settings: RolloutSettings,
+        given: tuple[list[Any], list[Any], list[Any], list[Any]],
+        environments: Sequence[Any] | None,
+        names: Sequence[str],
+        first: int = 0,
     ) -> tuple[torch.Tensor, list[RewardCall]]:
-        """Compute rewards (B, F) of completions; a user's `_calculate_rewards` may have changed these."""
-        settings = local.settings.rewards
-        reward_rows = RewardRows(
-            inputs=rows,
+        """Rewards (B, F) of what `reward_columns` returns, which a user's `_calculate_rewards` may have changed.
+
+        `names` and `first` are those of `RewardRows`.
+        """
+        inputs, prompts, completions, completion_ids = given
+        rewards = settings.rewards
+        rows = RewardRows(
+            inputs=inputs,
             prompts=prompts,
             completions=completions,
-            completion_ids=ids,
-            environments=[t.environment for t in local.real_transcripts if t.environment is not None] or None,
+            completion_ids=completion_ids,
+            environments=list(environments or ()) or None,
             retired=self.retired,
-            first=local.first,
-            chunk=local.settings.sampling.sizes.chunk,
-            state=settings.state,
-            recorders=settings.recorders,
-            names=local.request.columns,
+            first=first,
+            chunk=settings.sampling.sizes.chunk,
+            state=rewards.state,
+            log_extra=rewards.log_extra,
+            names=names,
         )
         with self.rewards.profile("_calculate_rewards"):
-            return self.rewards.compute(settings.functions, reward_rows)
+            return self.rewards.compute(rewards.functions, rows)
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:

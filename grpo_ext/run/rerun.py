@@ -24,8 +24,8 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 
 from ..compat import SyncRefModelCallback
 from ..errors import ConfigError
+from ..rollouts.batch import ROW
 from ..rollouts.join import digest_of
-from ..rollouts.local import RewardsCall
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import assigned
 from ..runtime.collectives import from_main_process, gather_lists
@@ -179,8 +179,7 @@ class StepAgain:
         view, calculate, calls = self.view, self.view.calculate_rewards, Counter[int]()
 
         def rewards(inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
-            call = self.rollouts.worker.calls.innermost(RewardsCall)
-            real = [] if call is not None and call.local.request.stands_in else ids
+            real = [] if any(ROW in row for row in inputs) else ids
             found = gather_lists([(digest_of(row, 1), digest_of(row, 0)) for row in real])  # 0: it is masked out
             step = view.state.global_step + 1
             rounds = trail.rollouts.get(step, {}).get("rounds", ())[calls[step] :][:1]

@@ -208,7 +208,7 @@ class UsersAccelerator(Accelerator):
         if self.refused_in is not None:
             raise RolloutError(
                 f"{self.refused_in} gathers, and is called once for each rollout chunk, of which processes have "
-                "different numbers; gather in _generate or _generate_and_score_completions instead."
+                "different numbers; gather in _generate_and_score_completions instead."
             )
         if self.empty is not None:
             _meet(f"accelerator.{name}")

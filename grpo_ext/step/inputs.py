@@ -11,7 +11,7 @@ import torch
 
 from ..batching.micro_batches import MicroBatch
 from ..forward.rows import TokenRows
-from ..rollouts.batch import MODEL_LOGPS, SAMPLER_LOGPS, RolloutBatch
+from ..rollouts.batch import MODEL_LOGPS, ROW, SAMPLER_LOGPS, RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.transfer import to_device
 from .settings import StepSettings
@@ -38,6 +38,15 @@ class LossInputs:
         whole, rest = divmod(self.step.counts.completions, len(self.groups))
         return whole + rest / len(self.groups) if rest else whole
 
+    def sizes(self, args: Any) -> dict[str, Any]:
+        """TRL's sizes of this micro-batch, by their names in `args`; the accumulation may be a fraction."""
+        steps = self.accumulation_steps
+        return {
+            "gradient_accumulation_steps": steps,
+            "steps_per_generation": steps * args.steps_per_generation,
+            "per_device_train_batch_size": len(self.groups),
+        }
+
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Add the loss to the logged one; returns it, or zero at weight zero."""
         loss = loss if self.part.weight else loss * 0.0  # a subclass's own term does not know the weight
@@ -53,24 +62,27 @@ class Collation:
     device: torch.device  # of the columns; rows stay on the CPU
 
 
+def step_rows(rollout: RolloutBatch, selected: RolloutBatch, images: ImageSource) -> TokenRows:
+    """The tokens of some completions of a step, with the lengths of their whole groups."""
+    lengths = [rollout.group_lengths[group] for group in selected.groups]
+    return replace(selected.token_rows(images.of_batch(selected.columns)), group_lengths_B=lengths)
+
+
 def collate(
-    rollout: RolloutBatch,
+    selected: RolloutBatch,
+    rows: TokenRows,
     part: MicroBatch,
     step: StepContext,
     collation: Collation,
     settings: StepSettings,
-    dropout: int | None = None,  # the key of the step's dropout; None: without
 ) -> LossInputs:
-    selected = rollout.select(part.rows)
-    lengths = [rollout.group_lengths[group] for group in selected.groups]
-    rows = replace(selected.token_rows(collation.images.of_batch(selected.columns)), group_lengths_B=lengths)
-    if dropout is not None:
-        rows = rows.with_dropout(dropout, selected.groups, part.rows)
+    """A micro-batch from its completions and their tokens."""
     if not settings.in_trl_form:
         of_loss = {name: selected[name] for name in _OF_LOSS if name in selected.columns}
         selected = replace(selected, columns=of_loss, constants={})
     batch = selected.collate(collation.pad_token_id, collation.multiple)
     if settings.in_trl_form:
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        batch[ROW] = torch.tensor(part.rows)
     columns = to_device(batch, collation.device)
     return LossInputs(step, part, selected.groups, rows, columns, settings.in_trl_form)

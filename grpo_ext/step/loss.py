@@ -122,13 +122,13 @@ def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: L
         raise ModelError(
             f"router_aux_loss_coef={coefficient:g} asks for the load-balancing loss, but the forward returned no "
             "router logits; set router_aux_loss_coef=0, or let your override of _get_per_token_logps_and_entropies "
-            "pass on compute_aux_loss and the tensors that it is given."
+            "pass on compute_aux_loss and the tensors that it is given, and return the aux_loss that super() returns."
         )
     step = micro_batch.step
     chosen, probs, rows = router.statistics(step.top_k)
     share, total = step.expert_share, step.router_rows
-    if share is None:  # the batch is the whole step, or an override's
-        share, total = chosen / max(rows, 1), rows * micro_batch.accumulation_steps
+    if share is None:  # the batch is the whole step
+        share, total = chosen / max(rows, 1), rows
     aux = load_balancing_loss(probs, share.to(probs), total)
     step.metrics.add_total("aux_loss", aux, micro_batch.part.weight)
     return aux

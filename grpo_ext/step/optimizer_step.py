@@ -21,6 +21,7 @@ from ..algorithms.keyed_random import DROPOUT_STREAM, derive_key
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..errors import MemoryShortageError, PrecisionError, counted
 from ..forward.dropout import is_keyed
+from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
 from ..precision.non_finite import explanation, first_module
 from ..rollouts.batch import RolloutBatch
@@ -30,7 +31,7 @@ from ..runtime.collectives import gather_lists, max_over_processes, together, un
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
 from ..view import TrainerView
 from .gradients import FixedPointGradients, NativeGradients, refuse_gradient_hooks
-from .inputs import Collation, LossInputs, collate
+from .inputs import Collation, LossInputs, collate, step_rows
 from .record import StepRecord
 from .settings import StepSettings, step_settings_of
 from .statistics import MicroBatchStatistics, StepContext, StepMetrics, StepPlan, count_step, loss_mask, set_statistics
@@ -46,6 +47,7 @@ class Attempt:
     rollout: RolloutBatch  # the completions of the step, those of all processes
     settings: StepSettings
     number: int  # of the step, from 1
+    planner: "StepPlanner"
     run: Callable[[LossInputs], torch.Tensor]  # computes a micro-batch's part of the loss
     plan: StepPlan
     forwards: ForwardRunner
@@ -55,7 +57,14 @@ class Attempt:
     record: StepRecord | None  # where the step is run again
     shortage: str | None = None  # why memory ran out, on this process or another
     step: StepContext = field(init=False)  # set by `measure`
-    _current: MicroBatch = field(default=MicroBatch(()), init=False)
+    current: LossInputs | None = field(default=None, init=False)  # the micro-batch that runs
+
+    @functools.cached_property
+    def dropout(self) -> int | None:
+        """The key of the step's dropout; None without dropout."""
+        if not self.settings.training or not any(map(is_keyed, self.model.modules())):
+            return None
+        return derive_key(self.forwards.args.seed, DROPOUT_STREAM, self.number)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -63,10 +72,10 @@ class Attempt:
         forwards, sharded, meets = self.forwards, self.forwards.sharded, self.forwards.collective_forward
         fillers = "a process may repeat micro-batches with weight zero, to run as many as the others"
         refused = fillers if self.settings.equal_counts and not sharded else None
-        uneven = uneven_collectives(forwards.accelerator, lambda: not self._current.weight, others_refused=refused)
-        phase = self.clock.phase("train")
+        uneven = uneven_collectives(forwards.accelerator, self._adds_nothing, others_refused=refused)
+        phase, known = self.clock.phase("train"), assigned(self.planner, running=self)
         try:
-            with phase, forwards.in_form_of(self.model), together("a step", meets, again=True), uneven:
+            with phase, forwards.in_form_of(self.model), together("a step", meets, again=True), known, uneven:
                 yield
         except RuntimeError as error:
             if meets and is_out_of_memory(error):
@@ -96,12 +105,24 @@ class Attempt:
         set_statistics(step, measured, settings.top_entropy_quantile)
 
     def micro_batches(self) -> Iterator[LossInputs]:
-        dropout = None
-        if self.settings.training and any(map(is_keyed, self.model.modules())):
-            dropout = derive_key(self.forwards.args.seed, DROPOUT_STREAM, self.number)
         for part in self.plan.micro_batches:
-            self._current = part
-            yield collate(self.rollout, part, self.step, self.collation, self.settings, dropout)
+            selected = self.rollout.select(part.rows)
+            rows = self.with_dropout(step_rows(self.rollout, selected, self.collation.images), part.rows)
+            self.current = collate(selected, rows, part, self.step, self.collation, self.settings)
+            yield self.current
+
+    def token_rows(self, places: Sequence[int]) -> TokenRows:
+        """The tokens of these completions of the step, which may come in any order and repeatedly."""
+        rows = step_rows(self.rollout, self.rollout.select(places), self.collation.images)
+        return self.with_dropout(rows, places)
+
+    def with_dropout(self, rows: TokenRows, places: Sequence[int]) -> TokenRows:
+        if self.dropout is None:
+            return rows
+        return rows.with_dropout(self.dropout, [self.rollout.groups[place] for place in places], places)
+
+    def _adds_nothing(self) -> bool:
+        return self.current is not None and not self.current.part.weight
 
     def counts(self, part: MicroBatch) -> bool:
         """Whether parameters that a micro-batch uses take part; where nothing adds, its filler stands for the step."""
@@ -183,6 +204,7 @@ class StepPlanner:
     view: TrainerView
     eval_limits: MicroBatchLimits = field(init=False)
     record: StepRecord | None = field(default=None, init=False)  # of the step that is run again
+    running: Attempt | None = field(default=None, init=False)
     # of the step that ran last; a user's own `training_step` may run none
     check_gradient: Callable[[float | None], None] = field(default=lambda norm: None, init=False)
 
@@ -205,6 +227,7 @@ class StepPlanner:
                 rollout=rollout,
                 settings=settings,
                 number=self.view.state.global_step + 1,
+                planner=self,
                 run=functools.partial(self.view.loss_of, model),
                 plan=self._planned(model, rollout, settings),
                 forwards=self.forwards,

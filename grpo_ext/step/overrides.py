@@ -1,68 +1,41 @@
-"""The detour of a micro-batch through a user's `compute_loss` or `_compute_loss`, in TRL's dictionary.
+"""A user's `compute_loss`, `_compute_loss` or log-probabilities, with TRL's dictionary or TRL's padded tensors.
 
-Inside a loss every dictionary that reaches `_compute_loss` belongs to the micro-batch in progress, which is kept here
-because TRL's signature has no place for it. Tensors that an override passes on unchanged run as its rows; other rows,
-tokens and masks are used as they are and counted as TRL counts them. Outside a loss a dictionary is a whole step.
+TRL's methods are functions of their arguments here: the tokens and masks that they are given count, and the column
+`grpo_ext_row` says to which completions of the step they belong. Denominators are those of the step. Outside a step a
+dictionary is a whole step.
 """
 
-import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..algorithms.losses import StepCounts
 from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
+from ..forward.architecture import experts_per_token
+from ..forward.images import RowImages
 from ..forward.rows import TokenRows
-from ..forward.runner import OverridableRunner, Unchanged, padded_ids_and_mask
-from ..rollouts.batch import SAMPLER_LOGPS
-from ..rollouts.images import ImageSource
-from ..runtime.attributes import assigned
+from ..forward.runner import ForwardLimits, TrlLogProbs, padded_ids_and_mask, row_images_of
+from ..rollouts.batch import ROW, SAMPLER_LOGPS, Ragged, padded
 from ..view import TrainerView
 from .inputs import LossInputs
 from .loss import active_tokens, assemble_loss
-from .settings import loss_config_of, step_settings_of
+from .optimizer_step import Attempt, StepPlanner
+from .settings import loss_config_of
 from .statistics import MicroBatchStatistics, StepContext, StepMetrics, loss_mask, set_statistics, step_counts
-
-
-def _tokens(inputs: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [inputs[name] for name in ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")]
-
-
-def _loss_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """(1 + token id) * loss mask, (B, T): differs where a token that carries loss, or its weight, differs."""
-    return (inputs["completion_ids"] + 1) * loss_mask(inputs)
-
-
-@dataclass(frozen=True)
-class _Call:
-    micro_batch: LossInputs
-    tokens: Unchanged
-    loss_tokens_BT: torch.Tensor
 
 
 @dataclass
 class LossOverrides:
     view: TrainerView
-    forwards: OverridableRunner
-    images: ImageSource
-    _call: _Call | None = None  # in progress: TRL's signature of a loss has no place for it
+    planner: StepPlanner  # which knows the step that runs
 
-    @contextmanager
-    def calling(self, micro_batch: LossInputs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield TRL's dictionary of the micro-batch, and the sizes to set on the trainer meanwhile."""
-        inputs = self._dictionary(micro_batch)
-        args = args_in_loss(self.view.args, micro_batch, self.view.model.training)
-        call = _Call(micro_batch, Unchanged(*_tokens(inputs)), _loss_tokens(inputs))
-        with assigned(self, _call=call), self.forwards.calling(*padded_ids_and_mask(inputs), micro_batch.rows):
-            yield inputs, {"current_gradient_accumulation_steps": micro_batch.accumulation_steps, "args": args}
-
-    def _dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
+    def dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
+        """TRL's dictionary of a micro-batch."""
         view, counts, images = self.view, micro_batch.step.counts, micro_batch.rows.images
         # TRL's loss divides `num_items_in_batch` by the processes, and in training by the steps of a rollout batch
         repeats = view.accelerator.num_processes * (view.geometry.steps_per_rollout if view.model.training else 1)
@@ -75,21 +48,51 @@ class LossOverrides:
         return inputs
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        """Compute what a dictionary adds to the loss of the step; outside a step it is a whole step."""
-        call = self._call
-        rows = self._rows_of(inputs, call)
-        with assigned(self.forwards, group=None):  # one process may call this alone
-            micro_batch = self._own_step(inputs, rows) if call is None else call.micro_batch
-            scores = self.forwards.micro_batch_log_probs(model, inputs, rows, self.view.aux_loss_enabled)
-        if call is not None:
-            micro_batch = _counted(call, replace(micro_batch, rows=rows, columns=inputs), scores.entropies)
+        """What a dictionary adds to the loss of the step; outside a step it is a whole step."""
+        with_router, attempt = self.view.aux_loss_enabled, self.planner.running
+        micro_batch = self._of_own_step(inputs) if attempt is None else self._of_step(attempt, inputs)
+        rows = micro_batch.rows
+        # one process may call this alone outside a step
+        scores = self.planner.forwards.micro_batch_log_probs(model, inputs, rows, with_router, alone=attempt is None)
+        if attempt is None and (quantile := self.view.top_entropy_quantile) < 1.0:
+            measured = MicroBatchStatistics(micro_batch.part, scores.entropies.detach(), loss_mask(inputs))
+            set_statistics(micro_batch.step, [measured], quantile)
         return assemble_loss(loss_config_of(self.view), micro_batch, scores)
+
+    def log_probs(
+        self,
+        has_images: bool,
+        model: Any,
+        ids_BL: torch.Tensor,
+        mask_BL: torch.Tensor,
+        width: int,
+        batch_size: int | None,
+        with_entropy: bool,
+        with_router: bool,
+    ) -> TrlLogProbs | None:
+        """What `_get_per_token_logps_and_entropies` returns for padded tokens (B, L).
+
+        None for images that this trainer did not prepare, so that TRL's method serves them.
+        """
+        forwards, running, limits = self.planner.forwards, self.planner.running, ForwardLimits(batch_size)
+        rows = TokenRows.of_padded(ids_BL, mask_BL, width, row_images_of(ids_BL))
+        known = None if running is None or running.current is None else running.current.rows
+        if known is not None and rows.same_tokens(known):
+            rows = known  # with its images, and what else the step knows of them
+        elif has_images and rows.images is None:
+            return None
+        else:
+            name = "_get_per_token_logps_and_entropies"
+            self.view.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
+            if batch_size is not None:  # of a rollout
+                limits = ForwardLimits(batch_size, self.planner.limits.tokens, self.view.group_size)
+        return forwards.trl_log_probs(model, rows, limits, width, with_entropy, with_router)
 
     def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, quantile: float) -> torch.Tensor | None:
         """The tokens above the threshold of the step, for a loss that asks TRL's method; None outside a step."""
-        if self._call is None:
+        if self.planner.running is None:
             return None
-        threshold, share = self._call.micro_batch.step.entropy_threshold, self.view.top_entropy_quantile
+        threshold, share = self.planner.running.step.entropy_threshold, self.view.top_entropy_quantile
         if threshold is None or not math.isclose(quantile, 1 - share):
             raise ConfigError(
                 f"get_high_entropy_mask was called with the quantile {quantile:g}, and top_entropy_quantile={share:g}: "
@@ -98,82 +101,49 @@ class LossOverrides:
             )
         return active_tokens(mask, entropies, threshold).bool()
 
-    def _rows_of(self, inputs: Mapping[str, Any], call: _Call | None) -> TokenRows:
-        """The rows of the micro-batch in progress, or those of tensors that a user made."""
-        if call is not None and call.tokens.are(*_tokens(inputs)):
-            return call.micro_batch.rows
+    def _of_step(self, attempt: Attempt, inputs: Mapping[str, Any]) -> LossInputs:
+        """Some rows of the step that runs, with the tokens and masks that they are given."""
+        current, rollout = attempt.current, attempt.rollout
+        assert current is not None
+        if ROW not in inputs:
+            raise ConfigError(
+                f"the inputs of _compute_loss have no column {ROW!r}, which says to which completions of the step the "
+                "rows belong; pass on the column that your override was given, with the same rows as the others."
+            )
+        places: list[int] = inputs[ROW].tolist()
+        known = current.rows if places == [*current.part.rows] else attempt.token_rows(places)
+        groups, columns = [rollout.groups[place] for place in places], dict(inputs)
+        rows = self._given_rows(inputs, known.images)
+        if rows.same_tokens(known):
+            rows = known
+            if SAMPLER_LOGPS in rollout.columns:
+                columns[SAMPLER_LOGPS] = _in_width(rollout.select(places)[SAMPLER_LOGPS], inputs["completion_ids"])
+        else:
+            self._refuse_with_replay()
+            pairs = zip(rows.same_text, itertools.pairwise(groups), strict=True)
+            rows = replace(rows, same_text=[same and group == before for same, (before, group) in pairs])
+            rows = attempt.with_dropout(rows, places)
+        part = MicroBatch(tuple(places), current.part.weight)
+        return replace(current, part=part, groups=groups, rows=rows, columns=columns)
+
+    def _given_rows(self, inputs: Mapping[str, Any], images: RowImages | None) -> TokenRows:
+        return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
+
+    def _refuse_with_replay(self) -> None:
         self.view.args.replay.refuse_other_tokens(
             "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
         )
-        images = self.images.of_batch(inputs)
-        rows = TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
-        return rows if call is None else rows.with_dropout_of(call.micro_batch.rows)
 
-    def _own_step(self, inputs: dict[str, Any], rows: TokenRows) -> LossInputs:
-        """Count a batch of the user's own as a step; its groups are whole, from its first row on."""
-        settings, mask = step_settings_of(self.view), loss_mask(inputs)
+    def _of_own_step(self, inputs: dict[str, Any]) -> LossInputs:
+        """A batch of the user's own as a step; its groups are whole, from its first row on."""
+        self._refuse_with_replay()
+        mask, images = loss_mask(inputs), self.planner.collation.images.of_batch(inputs)
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), self.view.group_size)
         metrics, counts = StepMetrics(self.view.accelerator.device), step_counts(mask.sum(1).tolist(), groups)
-        step = StepContext(counts, metrics, top_k=settings.experts_per_token)
-        if settings.top_entropy_quantile < 1.0:
-            with torch.no_grad():
-                scores = self.forwards.micro_batch_log_probs(self.view.model, inputs, rows, settings.router)
-            set_statistics(step, [MicroBatchStatistics(whole, scores.entropies, mask)], settings.top_entropy_quantile)
-        return LossInputs(step, whole, groups, rows, inputs)
+        step = StepContext(counts, metrics, top_k=experts_per_token(self.view.model))
+        return LossInputs(step, whole, groups, self._given_rows(inputs, images), inputs)
 
 
-def _counted(call: _Call, micro_batch: LossInputs, entropies_BT: torch.Tensor) -> LossInputs:
-    """Count the tokens that an override passes on.
-
-    Unchanged tokens keep the counts of the step. With others, means are over these tokens and divided by
-    `accumulation_steps`, as in TRL.
-    """
-    original, inputs = call.micro_batch, micro_batch.columns
-    both = before_BT, after_BT = call.loss_tokens_BT, _loss_tokens(inputs)
-    width, rows = max(before_BT.size(1), after_BT.size(1)), len(after_BT)
-    before_BT, after_BT = (torch.nn.functional.pad(part_BT, (0, width - part_BT.size(1))) for part_BT in both)
-    same_rows = rows == len(before_BT)
-    if same_rows and bool((before_BT == after_BT).all()):
-        same_width = both[0].size(1) == both[1].size(1)
-        sampler_logps = {n: column for n, column in original.columns.items() if n == SAMPLER_LOGPS and same_width}
-        return replace(micro_batch, columns=inputs | sampler_logps)
-    step, steps, mask_BT = original.step, original.accumulation_steps, loss_mask(inputs)
-    active_BT = active_tokens(mask_BT, entropies_BT, step.entropy_threshold)
-    tokens, active = (float(part_BT.sum().clamp(min=1)) * steps for part_BT in (mask_BT, active_BT))
-    counts = StepCounts(rows * steps, tokens, active, items=step.counts.items or step.counts.tokens)
-    masked = same_rows and int(inputs["completion_mask"].sum()) != len(original.rows.targets())
-    share, router_rows = None if masked else step.expert_share, step.router_rows * rows / len(before_BT)
-    step = replace(step, counts=counts, router_rows=router_rows, expert_share=share)
-    return replace(micro_batch, step=step, groups=(0,) * rows)
-
-
-@functools.cache
-def _kind_in_loss(kind: type) -> type:
-    def accumulation(args: Any) -> Any:
-        steps, rows = args.micro_batch.accumulation_steps, args.per_device_train_batch_size
-        if args.training and steps % 1:
-            raise ConfigError(
-                f"args.gradient_accumulation_steps is {steps:g} for this micro-batch of {rows} completions; use "
-                "self.current_gradient_accumulation_steps, which may be a fraction, or sizes that divide the step."
-            )
-        return steps
-
-    def phases(args: Any) -> Any:  # no error: TRL's own loss divides by it
-        return args.micro_batch.accumulation_steps * vars(args)["steps_per_generation"]
-
-    def reduced(args: Any, protocol: Any) -> Any:
-        plain: Any = object.__new__(kind)
-        plain.__dict__ = args.__dict__
-        return plain.__reduce_ex__(protocol)
-
-    sizes = {"gradient_accumulation_steps": property(accumulation), "steps_per_generation": property(phases)}
-    sizes["per_device_train_batch_size"] = property(lambda args: len(args.micro_batch.groups))
-    stands_for = {"__class__": property(lambda args: kind), "__reduce_ex__": reduced}  # copies are of the real class
-    return type(kind.__name__, (kind,), {**sizes, **stands_for, "__slots__": ("micro_batch", "training")})
-
-
-def args_in_loss(args: Any, micro_batch: LossInputs, training: bool) -> Any:
-    """`args` with the sizes of the micro-batch, as in TRL; all else is read from and written to `args` itself."""
-    shown: Any = object.__new__(_kind_in_loss(args.__class__))
-    shown.__dict__, shown.micro_batch, shown.training = args.__dict__, micro_batch, training
-    return shown
+def _in_width(rows: Ragged, like_BT: torch.Tensor) -> torch.Tensor:
+    """Values of unchanged completions in the columns of a dictionary, which may have more or fewer of padding."""
+    return padded([row[: like_BT.size(1)] for row in rows], 0, "right", width=like_BT.size(1)).to(like_BT.device)

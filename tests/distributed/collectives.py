@@ -31,11 +31,8 @@ def half_teaches(prompts: list[str], completions: list[str], **kwargs: Any) -> l
 class Reduces(GRPOTrainer):
     """A user's rollout that depends on what all processes hold: sums, means, extremes, rows and objects."""
 
-    def _generate(self, prompts: list[Any]) -> Any:
-        self.seen = self.accelerator.reduce(torch.tensor(float(len(prompts)))).item()
-        return super()._generate(prompts)
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        seen = self.accelerator.reduce(torch.tensor(float(len(inputs)))).item()
         scored = super()._generate_and_score_completions(inputs)
         accelerator, mask = self.accelerator, scored["completion_mask"]
         lengths = mask.sum(1).float()
@@ -45,7 +42,7 @@ class Reduces(GRPOTrainer):
         ids = accelerator.pad_across_processes(scored["completion_ids"], dim=1)
         firsts = accelerator.gather({"ids": ids})["ids"][:, 0].float().mean().item()
         sizes = accelerator.gather(torch.tensor(len(lengths))).sum().item()
-        assert sizes == count == len(prompts) == self.seen
+        assert sizes == count == len(prompts) == seen
         scored["advantages"] = scored["advantages"] * (total / count / longest + len(set(prompts)) + firsts / 10)
         return scored
 

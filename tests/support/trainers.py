@@ -134,7 +134,9 @@ class OtherMask(GRPOTrainer):
     """A user's loss that scores with a mask of its own."""
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        return super()._compute_loss(model, {**inputs, "completion_mask": inputs["completion_mask"].clone()})
+        mask = inputs["completion_mask"].clone()
+        mask[:, 1] = 0
+        return super()._compute_loss(model, {**inputs, "completion_mask": mask})
 
 
 class WithoutSuper(GRPOTrainer):

@@ -298,7 +298,7 @@ def test_noise_that_speed_would_order_is_refused(tmp_path):
     make(tmp_path / "two", rollout_lag=1, **settings)
 
 
-@pytest.mark.parametrize("name", ["_generate_and_score_completions", "_tokenize_prompts"])
+@pytest.mark.parametrize("name", ["_generate_and_score_completions", "_generate_single_turn"])
 def test_an_override_of_sampling_is_refused_with_a_lag(tmp_path, name):
     subclass = passing_on(name)
     with pytest.raises(ConfigError, match=rf"Own\.{name}: .* Use rollout_lag=0"):

@@ -320,7 +320,7 @@ REFUSED = [
     refused("_tool_call_loop", setting("_tool_call_loop", print), says="{} would not be called"),
     refused("ref_model", other_reference, own_model, **AHEAD, beta=0.1),
     refused("_generate_single_turn", setting("_generate_single_turn", print), own_model, AHEAD_SAYS, **AHEAD),
-    refused("_get_tool_suffix_ids", setting("_get_tool_suffix_ids", print), own_model, AHEAD_SAYS, **AHEAD),
+    refused("_get_tool_suffix_ids", setting("_get_tool_suffix_ids", print), says="{} would not be called"),
     refused("rollout_func", setting("rollout_func", given_rollout), own_model, "rollout_lag=1 cannot .*{}", **AHEAD),
     refused("rollout_func", setting("rollout_func", given_rollout), own_model, "bitwise.* cannot .*{}", **BITWISE),
     refused(

@@ -159,10 +159,16 @@ def test_a_search_ends_at_a_stop_token_too(tmp_path):
     assert all(ENDS.isdisjoint(row[:-1]) and 0 not in row for row in rows)
 
 
-@pytest.mark.parametrize("hook", ["_generate_single_turn", "_generate"])
-def test_an_override_that_passes_rows_on_changes_no_end(tmp_path, hook):
+PASSING_ON = {
+    "turn": {"cls": passing_on("_generate_single_turn")},
+    "rollout": {"rollout_func": lambda prompts, trainer: trainer.generate(prompts)},
+}
+
+
+@pytest.mark.parametrize("sampling", PASSING_ON.values(), ids=PASSING_ON)
+def test_what_passes_rows_on_changes_no_end(tmp_path, sampling):
     settings = {"generation_kwargs": {"stop_strings": LETTERS}}
-    _, rows, log = run(tmp_path, cls=passing_on(hook), **settings)
+    _, rows, log = run(tmp_path, **sampling, **settings)
     check(rows, log)
     assert rows == run(tmp_path, **settings)[1]
 

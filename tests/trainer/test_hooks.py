@@ -17,7 +17,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import ConfigError, ModelError, RolloutError
+from grpo_ext.errors import ConfigError, ModelError
 from tests.parity.scripts import EOS, Journal, by_turn, call, chat_tokenizer, conversations, parts_of
 from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, log_probs_of, setting
 from tests.support.kept import of_stock
@@ -70,32 +70,64 @@ def test_generate_single_turn_is_called_for_every_turn_of_every_chunk(tmp_path):
     assert sizes == [8, 8, 4, 4]  # every second completion calls the tool
 
 
-def _tokenize_prompts(self: Any, inner: Any, prompts: Any) -> Any:
-    ids, *others = inner(prompts)
-    return [[5, *row] for row in ids], *others
-
-
-def _generate(self: Any, inner: Any, prompts: Any) -> Any:
-    """Of TRL's eight values tokens and mask are changed, and columns are added to the rows."""
-    assert len(prompts) == 16
-    prompt_ids, ids, _, texts, logps, _, images, tool_images = inner(prompts)
-    ids = [[*row, 9, 9] for row in ids]
-    masks = [[1] * (len(row) - 1) + [0] for row in ids]
-    fields = {"bonus": [0.2 * (place % 3) for place in range(len(prompts))]}
-    return prompt_ids, ids, masks, texts, logps, fields, images, tool_images
-
-
 def with_bonus(prompts: Any, completions: Any, bonus: Any = None, **kwargs: Any) -> list[float]:
     more = [0.0] * len(prompts) if bonus is None else bonus
     return [reward + extra for reward, extra in zip(letter_reward(prompts, completions), more)]
 
 
-def test_generate_that_returns_something_else_is_an_error(tmp_path):
-    def _generate(self: Any, inner: Any, prompts: Any) -> Any:
-        return [], []
+def changed_turns(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A rollout of the user's own: tokens and mask are changed, and a column is added to the rows."""
+    output = trainer.generate(prompts)
+    output["completion_ids"] = [[*ids, 9, 9] for ids in output["completion_ids"]]
+    output["env_mask"] = [[*mask, 1, 0] for mask in output["env_mask"]]
+    return {**output, "bonus": [0.2 * (place % 3) for place in range(len(prompts))]}
 
-    with pytest.raises(RolloutError, match="returned 2 values; return the tuple of 8"):
-        build(tmp_path, GRPOTrainer, overriding(_generate)).train()
+
+def test_generate_samples_what_the_trainer_would(tmp_path):
+    """By its engine and keys, also with masks to replay; further calls draw other random numbers."""
+    seen: list[Any] = []
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        first, again = trainer.generate(prompts), trainer.generate(prompts)
+        seen.append(sum(a == b for a, b in zip(first["completion_ids"], again["completion_ids"])))
+        return first
+
+    def learned(name: str, function: Any = None, size: int = 5, **settings: Any) -> torch.Tensor:
+        parts = {"model": tiny_model()} | ({} if function is None else {"rollout_func": function})
+        return change(build(tmp_path / name, GRPOTrainer, None, size, lambda: parts, **settings))
+
+    assert torch.equal(learned("plain"), learned("same", rollout))
+    assert max(seen) <= 2
+    assert torch.equal(learned("other size", size=3), learned("function", rollout, size=3))
+    masks = {"sampling_mask": "replay", "top_p": 0.8}
+    replayed = learned("masks", rollout, **masks)
+    assert torch.equal(learned("plain masks", **masks), replayed)
+    assert not torch.equal(replayed, learned("no masks", rollout, top_p=0.8))
+    assert error(learned("more tokens", changed_turns), learned("again")) > DIFFERENT
+
+
+def test_generate_outside_of_a_run_samples_any_number_of_prompts(tmp_path):
+    trainer = make(tmp_path)
+    one, other = (trainer.generate(["abcd>", "ba>", "abcd>"]) for _ in range(2))
+    assert one.keys() == {"prompt_ids", "completion_ids", "logprobs", "env_mask"}
+    assert [len(mask) for mask in one["env_mask"]] == [len(ids) for ids in one["completion_ids"]]
+    assert one["completion_ids"] != other["completion_ids"]
+    assert make(tmp_path).generate(["abcd>", "ba>", "abcd>"]) == one
+
+
+WITHDRAWN = {
+    "_generate": r"rollout_func, which may call trainer\.generate",
+    "_tokenize_prompts": "chat_template",
+    "_get_tool_suffix_ids": "chat_template",
+    "_log_metric": "log_metric in reward functions, or log",
+    "_tool_call_loop": "_generate_single_turn",
+}
+
+
+@pytest.mark.parametrize("name", WITHDRAWN)
+def test_a_method_that_is_not_called_is_refused_with_what_to_use(tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"Own\.{name} would not be called.*{WITHDRAWN[name]}"):
+        make(tmp_path, cls=type("Own", (GRPOTrainer,), {name: lambda self, *args: None}))
 
 
 def rebuilt_rows(self: Any, inner: Any, inputs: Any) -> Any:
@@ -122,7 +154,7 @@ for scoring in (rebuilt_rows, scored_alone):
 
 
 @stock_scores
-@pytest.mark.parametrize("hook", [_calculate_rewards, _tokenize_prompts, _generate, rebuilt_rows, scored_alone])
+@pytest.mark.parametrize("hook", [_calculate_rewards, rebuilt_rows, scored_alone])
 def test_what_an_override_of_a_rollout_does_counts_as_in_trl(tmp_path, hook):
     learns_as_in_trl(tmp_path, overriding(hook), lambda: {"reward_funcs": with_bonus})
 

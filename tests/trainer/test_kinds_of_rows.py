@@ -154,15 +154,14 @@ def test_an_end_token_that_the_embedding_lacks_is_found(tmp_path):
 
 def test_prompts_that_are_alike_in_json_alone_are_tokenised_each(tmp_path):
     first, second = {1: 5}, {"1": 5}
-
-    class Own(GRPOTrainer):
-        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-            return [[5 if prompt["value"] == first else 9] for prompt in prompts], None, {}
+    tokenizer = tokenizer_with(chat_template="{{ 'a' if 1 in messages[0]['content'] else 'b' }}")
+    a, b = (tokenizer(letter)["input_ids"] for letter in "ab")
 
     def reward(prompts, completions, completion_ids, **kwargs):
         return [float(len(ids)) for ids in completion_ids]
 
-    rows = stream([{"prompt": {"value": value}} for value in (first, second)] * 2)
-    trainer = make(tmp_path, cls=Own, reward=reward, train_dataset=rows, max_steps=1, shuffle_dataset=False)
+    rows = stream([{"prompt": [{"role": "user", "content": value}]} for value in (first, second)] * 2)
+    parts = {"processing_class": tokenizer, "reward": reward, "train_dataset": rows}
+    trainer = make(tmp_path, max_steps=1, shuffle_dataset=False, **parts)
     batch = train_and_keep_first(trainer)
-    assert [ids.tolist() for ids in batch["prompt_ids"]] == ([[5]] * 4 + [[9]] * 4) * 2
+    assert [ids.tolist() for ids in batch["prompt_ids"]] == ([a] * 4 + [b] * 4) * 2

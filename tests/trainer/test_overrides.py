@@ -1,11 +1,12 @@
 """What users override is called as TRL calls it, and what it does counts: beside stock TRL, on one process.
 
-A `compute_loss` may read sizes from `args`, call `super()` for some rows, and pass on other masks or fewer columns, for
-every micro-batch size where the user's arithmetic allows it. Beside each is a run that must differ, or a refusal.
+A `compute_loss` may read sizes from `args`, call `super()` for some rows, and pass on other tokens or masks, for every
+micro-batch size. Beside each is a run that must differ, or a refusal.
 What is refused where processes have other shares is in tests/distributed/test_collectives.
 """
 
 import importlib.util
+import threading
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ import torch
 import trl
 from datasets import Dataset
 from torch.nn.functional import pad
+from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
+from grpo_ext.forward.runner import ForwardRunner
 from tests.support.beside_trl import build, learns_as_in_trl, log_probs_of
 from tests.support.kept import of_stock
 from tests.support.tiny import given_rollout, prompts, stock_scores, tiny_model, tokenizer_with
@@ -27,12 +30,12 @@ from tests.tolerances import DIFFERENT, UPDATE
 # `_compute_loss` are given more inputs; scoring comes without keywords about images, which are None; `log` is given
 # more values
 OVERRIDDEN = (
-    *("training_step", "_generate", "_generate_single_turn", "_generate_and_score_completions"),
+    *("training_step", "_generate_single_turn", "_generate_and_score_completions"),
     *("_calculate_rewards", "compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"),
-    *("log", "_log_metric", "create_optimizer", "create_scheduler"),
+    *("log", "create_optimizer", "create_scheduler"),
 )
 NO_ROWS = [0]  # of a step that goes on with a rollout batch
-MORE_INPUTS = {"attention_mask"}
+MORE_INPUTS = {"attention_mask", "grpo_ext_row"}
 
 
 def shown(value: Any) -> Any:
@@ -209,26 +212,61 @@ TWO_STEPS = {"loss_type": "grpo", "max_steps": 2}
 def test_sizes_of_args_are_those_of_the_micro_batch(tmp_path):
     stock = build(tmp_path / "stock", trl.GRPOTrainer, BySizes, 4, gradient_accumulation_steps=4, **TWO_STEPS)
     expected = change(stock)
-    for size in (4, 8):
+    for size in (4, 8, 6):  # 6: 2 2/3 micro-batches, and a last one of 4
         ours = build(tmp_path / str(size), GRPOTrainer, BySizes, size, **TWO_STEPS)
         assert error(expected, change(ours)) < UPDATE
-        assert ours.read == (stock.read if size == 4 else dict(zip(SIZES, (2, 2, 16, 8))))
+        last = {4: stock.read, 8: dict(zip(SIZES, (2, 2, 16, 8))), 6: dict(zip(SIZES, (4, 4, 16, 4)))}
+        assert ours.read == last[size]
         assert (ours.args.gradient_accumulation_steps, ours.args.noted) == (1, 1e-2)  # a write reaches the arguments
-    ours.evaluate(prompts(5))  # micro-batches of 6 and 7: nothing is trained, and a fraction is no error
+    ours.evaluate(prompts(5))  # micro-batches of 6 and 7
     assert ours.read["gradient_accumulation_steps"] == pytest.approx(20 / ours.read["per_device_train_batch_size"])
     assert error(expected, change(build(tmp_path / "plain", GRPOTrainer, size=4, **TWO_STEPS))) > DIFFERENT
 
 
-def test_a_size_that_is_no_whole_number_is_refused_by_name_and_none_can_be_set(tmp_path):
-    with pytest.raises(ConfigError, match=r"args.gradient_accumulation_steps is 2.66667 .* self.current_gradient_acc"):
-        build(tmp_path, GRPOTrainer, BySizes, 6).train()
+class Noting(TrainerCallback):
+    """Notes the sizes of `args` in every event."""
 
-    class Sets(Loss):
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return lambda args, *others, **kwargs: self.seen.append((name, [getattr(args, size) for size in SIZES]))
+
+
+def test_sizes_of_a_micro_batch_are_seen_in_its_loss_alone(tmp_path, monkeypatch):
+    """Not by callbacks, nor by what the thread that samples ahead reads; an error in a loss restores them."""
+    seen: list[Any] = []
+    settings = {"rollout_lag": 1, "beta": 0.1, **TWO_STEPS, "loss_type": "grpo", "max_steps": 4}
+    trainer = build(tmp_path, GRPOTrainer, BySizes, 3, lambda: {"model": tiny_model()}, **settings)
+    sizes = [getattr(trainer.args, size) for size in SIZES]
+    trainer.add_callback(Noting(seen))
+    read = ForwardRunner.rollout_log_probs
+
+    def noted(self: Any, model: Any, rows: Any, limits: Any, *others: Any) -> Any:
+        seen.append((threading.current_thread() is threading.main_thread(), limits.completions))
+        return read(self, model, rows, limits, *others)
+
+    monkeypatch.setattr(ForwardRunner, "rollout_log_probs", noted)
+    trainer.train()
+    events = {name for name, _ in seen if isinstance(name, str)}
+    assert {"on_substep_end", "on_step_end", "on_log"} <= events
+    assert all(values == sizes for name, values in seen if isinstance(name, str))
+    assert (False, 3) in seen  # on the thread
+    assert trainer.read["gradient_accumulation_steps"] > 1
+
+
+def test_sizes_are_restored_after_an_error_in_a_loss(tmp_path):
+    class Fails(Loss):
         def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
             self.args.per_device_train_batch_size = 2
+            raise RuntimeError("of the user")
 
-    with pytest.raises(AttributeError, match="per_device_train_batch_size"):
-        build(tmp_path, GRPOTrainer, Sets, 4).train()
+    trainer = build(tmp_path, GRPOTrainer, Fails, 4)
+    with pytest.raises(RuntimeError, match="of the user"):
+        trainer.train()
+    assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (4, 1)
 
 
 def rows_of(inputs: Any, rows: list[int]) -> dict[str, Any]:
@@ -237,33 +275,50 @@ def rows_of(inputs: Any, rows: list[int]) -> dict[str, Any]:
     return {k: v[rows] if torch.is_tensor(v) and v.dim() and len(v) == size else v for k, v in inputs.items()}
 
 
-class Halves(Loss):
-    """Two parts of other sizes, each as much as it has rows."""
+class Parts(Loss):
+    """Two parts of other sizes, added up."""
 
     def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
         size = len(inputs["completion_ids"])
         parts = [part for part in (list(range(0, size, 3)), [row for row in range(size) if row % 3]) if part]
-        return sum(inner(rows_of(inputs, part)) * (len(part) / size) for part in parts)
+        return sum(inner(rows_of(inputs, part)) for part in parts)
 
 
 class Summed(Loss):
-    """Parts that are added up, as TRL's token mean allows."""
+    """Each row by itself."""
 
     def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
-        size = len(inputs["completion_ids"])
-        return sum(inner(rows_of(inputs, [row])) for row in range(size))
+        return sum(inner(rows_of(inputs, [row])) for row in range(len(inputs["completion_ids"])))
 
 
-MEANS: list[Any] = [
-    (Halves, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}),
-    (Halves, {"loss_type": "sapo"}),
-    (Halves, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
-    (Halves, {"loss_type": "grpo", "kind": "moe", "router_aux_loss_coef": 1.0}),
+class Reversed(Loss):
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        return inner(rows_of(inputs, list(range(len(inputs["completion_ids"])))[::-1]))
+
+
+class MadeAnew(Loss):
+    """A dictionary of the user's own, with what the loss needs."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        names = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "grpo_ext_row"}
+        names |= {"old_per_token_logps", "ref_per_token_logps"} & inputs.keys()
+        return inner({name: inputs[name].clone() for name in names})
+
+
+WHOLES: list[Any] = [
+    (Parts, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}),
+    (Parts, {"loss_type": "sapo"}),
+    (Parts, {"loss_type": "bnpo", "entropy_coef": 0.5}),
+    (Parts, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
+    (Parts, {"loss_type": "grpo", "kind": "moe", "router_aux_loss_coef": 1.0}),
+    (Parts, {"loss_aggregation": "prompt_mean"}),
     (Summed, {"loss_type": "dapo"}),
+    (Reversed, {"loss_type": "bnpo", "top_entropy_quantile": 0.4}),
+    (MadeAnew, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}),
 ]
 
 
-@pytest.mark.parametrize(("override", "settings"), MEANS, ids=str)
+@pytest.mark.parametrize(("override", "settings"), WHOLES, ids=str)
 def test_parts_add_up_to_the_whole(tmp_path, override, settings):
     whole = change(build(tmp_path / "whole", GRPOTrainer, **settings))
     assert error(whole, change(build(tmp_path / "parts", GRPOTrainer, override, 6, **settings))) < UPDATE
@@ -275,7 +330,21 @@ class OneThird(Loss):
     def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
         task = inputs["completion_ids"].sum(1) % 3 == 0  # TRL shuffles the rows
         first, second = task.nonzero()[:, 0].tolist(), (~task).nonzero()[:, 0].tolist()
-        return 0.3 * inner(rows_of(inputs, first)) + 0.9 * inner(rows_of(inputs, second))
+        parts = [(0.3, first), (0.9, second)]
+        return sum(factor * inner(rows_of(inputs, part)) for factor, part in parts if part)
+
+
+class HalfTwice(Loss):
+    """Half of the completions, each of them twice, and the others not at all."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        chosen = (inputs["completion_ids"].sum(1) % 2).nonzero()[:, 0].repeat_interleave(2).tolist()
+        return inner(rows_of(inputs, chosen)) if chosen else 0.0 * log_probs_of(self, model, inputs).sum()
+
+
+class HalfWeighted(Loss):
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        return inner({**inputs, "advantages": inputs["advantages"] * 2 * odd_rows(inputs)[:, 0]})
 
 
 def odd_rows(inputs: Any) -> torch.Tensor:
@@ -287,37 +356,89 @@ class Masked(Loss):
         return inner({**inputs, "completion_mask": inputs["completion_mask"] * odd_rows(inputs)})
 
 
+class Weighted(Loss):
+    """Weights of tokens instead of a mask."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        weights = 0.5 + (inputs["completion_ids"] % 3) / 2
+        return inner({**inputs, "tool_mask": weights})
+
+
 class FirstToken(Loss):
     def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
         return inner({**inputs, **{name: inputs[name][:, :1] for name in ("completion_ids", "completion_mask")}})
 
 
-BONUS, WEIGHTED = {"entropy_coef": 0.5}, {"entropy_coef": 0.1, "max_steps": 2}
+class OtherIds(Loss):
+    """Scores other tokens than those that were sampled."""
+
+    def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+        return inner({**inputs, "completion_ids": (inputs["completion_ids"] * 7 + 1) % 20 + 3})
+
+
+FULL = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0}
+BONUS = {"entropy_coef": 0.5}
 PARTS: list[Any] = [
-    (OneThird, 16, {"loss_type": "bnpo", **WEIGHTED}),
-    (OneThird, 16, {"loss_type": "dapo", **WEIGHTED}),
-    pytest.param(OneThird, 16, {"loss_type": "luspo", **WEIGHTED}, marks=pytest.mark.full),
-    (Masked, 16, {"loss_type": "bnpo"}),
-    (Masked, 16, {"loss_type": "dapo", **BONUS}),
-    (Masked, 16, {"loss_type": "grpo", "kind": "moe", "router_aux_loss_coef": 1.0}),
-    (FirstToken, 5, {"loss_type": "bnpo", **BONUS}),  # one token for each row: the mean of micro-batches of any size
+    (OneThird, {"loss_type": "bnpo", **BONUS}),
+    (OneThird, {"loss_aggregation": "prompt_mean"}),
+    pytest.param(OneThird, {"loss_type": "luspo", "entropy_coef": 0.1}, marks=pytest.mark.full),
+    (HalfTwice, {"loss_type": "grpo", **BONUS}),
+    (Masked, {"loss_type": "bnpo", **BONUS}),
+    (Masked, {"loss_type": "grpo", "kind": "moe", "router_aux_loss_coef": 1.0}),
+    (Weighted, {"loss_type": "grpo"}),
+    (FirstToken, {"loss_type": "bnpo", **BONUS}),
+    (OtherIds, {"loss_type": "dapo", **BONUS}),
+    (OtherIds, {"loss_type": "grpo", "forward": "padded"}),
+]
+
+
+@pytest.mark.parametrize(("override", "settings"), PARTS, ids=str)
+def test_other_rows_masks_and_tokens_are_counted_by_the_step_so_the_split_does_not_matter(tmp_path, override, settings):
+    settings = {**FULL, "max_steps": 1, **settings}
+    whole, cut = (change(build(tmp_path / str(size), GRPOTrainer, override, size, **settings)) for size in (16, 5))
+    assert error(whole, cut) < UPDATE
+    assert error(whole, change(build(tmp_path / "plain", GRPOTrainer, **settings))) > DIFFERENT
+
+
+def test_rows_that_come_twice_count_twice(tmp_path):
+    settings = {**FULL, "max_steps": 1, "loss_type": "grpo"}
+    twice, weighted = (
+        change(build(tmp_path, GRPOTrainer, mixin, 5, **settings)) for mixin in (HalfTwice, HalfWeighted)
+    )
+    assert error(twice, weighted) < UPDATE
+
+
+AS_TRL: list[Any] = [
+    (OneThird, {"loss_type": "dapo", "max_steps": 2}),
+    (Masked, {"loss_type": "dapo"}),
+    (Masked, {"loss_type": "grpo"}),
+    (OtherIds, {"loss_type": "grpo"}),
 ]
 
 
 @stock_scores
-@pytest.mark.parametrize(("override", "size", "settings"), PARTS, ids=str)
-def test_parts_with_weights_and_other_masks_and_columns_are_counted_as_in_trl(tmp_path, override, size, settings):
-    settings = {"max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 1.0, "max_steps": 1, **settings}
+@pytest.mark.parametrize(("override", "settings"), AS_TRL, ids=str)
+def test_where_trl_divides_by_numbers_of_the_step_parts_and_masks_count_as_in_trl(tmp_path, override, settings):
+    settings = {**FULL, "max_steps": 1, **settings}
 
     def run(base: type, mixin: Any, size: int = 16) -> torch.Tensor:
         return change(build(tmp_path / "run", base, mixin, size, **settings))
 
     expected = of_stock(lambda: run(trl.GRPOTrainer, override))
-    assert error(expected, run(GRPOTrainer, override, size)) < UPDATE
+    assert error(expected, run(GRPOTrainer, override, 5)) < UPDATE
     assert error(expected, run(GRPOTrainer, None)) > DIFFERENT
 
 
-def test_the_same_tokens_in_other_tensors_keep_the_counts_of_the_step(tmp_path):
+def test_inputs_without_their_rows_are_an_error_that_names_the_column(tmp_path):
+    class Forgets(Loss):
+        def own(self: Any, model: Any, inputs: Any, inner: Any) -> Any:
+            return inner({name: value for name, value in inputs.items() if name != "grpo_ext_row"})
+
+    with pytest.raises(ConfigError, match="have no column 'grpo_ext_row', which says to which completions"):
+        build(tmp_path, GRPOTrainer, Forgets).train()
+
+
+def test_the_same_tokens_in_other_tensors_change_no_bit(tmp_path):
     class Wider(Loss):
         columns = 2
 
@@ -336,12 +457,6 @@ def test_the_same_tokens_in_other_tensors_keep_the_counts_of_the_step(tmp_path):
     assert torch.equal(plain, copied)
     assert torch.equal(plain, wider)
     assert error(plain, masked) > DIFFERENT
-
-
-@pytest.mark.parametrize("override", [OneThird, Masked])
-def test_parts_and_masks_in_a_mean_over_prompts_are_refused(tmp_path, override):
-    with pytest.raises(ConfigError, match="prompt_mean' needs whole groups; pass on all rows, and their masks"):
-        build(tmp_path, GRPOTrainer, override, loss_aggregation="prompt_mean").train()
 
 
 class Gmpo:

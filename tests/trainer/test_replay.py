@@ -115,9 +115,17 @@ def test_of_tokens_with_equal_scores_those_are_sampled_that_are_recorded(tmp_pat
     assert log["sampling/logp_difference"] < METRIC
 
 
-class OwnCat(GRPOTrainer):
+class SameTokens(GRPOTrainer):
+    """Copies of what a loss is given."""
+
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        return -log_probs_of(self, model, inputs).mean()
+        log_probs_of(self, model, inputs)
+        return super()._compute_loss(model, {**inputs, "completion_mask": inputs["completion_mask"].clone()})
+
+
+class OwnTokens(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return -log_probs_of(self, model, {**inputs, "completion_ids": inputs["completion_ids"].roll(1, 0)}).mean()
 
 
 def test_one_token_that_is_kept_is_a_filter_too(tmp_path):
@@ -284,12 +292,17 @@ def test_what_cannot_be_replayed_is_refused_before_training(tmp_path, replay, ch
         make(tmp_path, **{**replay, **changes})
 
 
-@pytest.mark.parametrize(("cls", "replay"), [(OtherMask, OF_EXPERTS), (OtherMask, OF_MASKS), (OwnCat, OF_MASKS)])
+@pytest.mark.parametrize(("cls", "replay"), [(OtherMask, OF_EXPERTS), (OtherMask, OF_MASKS), (OwnTokens, OF_MASKS)])
 def test_tokens_that_have_no_record_end_the_run(tmp_path, cls, replay):
     plain = {name: value for name, value in replay.items() if name not in ROUTING | REPLAY}
     with pytest.raises(ConfigError, match=r"(routing_replay=True|sampling_mask='replay'): .* no record of these"):
         make(tmp_path / "replay", cls=cls, **replay).train()
     make(tmp_path / "plain", cls=cls, **plain, max_steps=1).train()
+
+
+@pytest.mark.parametrize("replay", [OF_EXPERTS, OF_MASKS])
+def test_copies_of_the_tokens_have_their_record(tmp_path, replay):
+    assert torch.equal(*(change(make(tmp_path, cls=cls, max_steps=1, **replay)) for cls in (GRPOTrainer, SameTokens)))
 
 
 def test_an_auxiliary_loss_without_a_gradient_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from datasets import Dataset
 from grpo_ext.errors import DataError, GrpoExtError
 from tests.parity.scripts import EOS, TEMPLATE, call, chat_tokenizer, scripted_model
 from tests.support.tiny import given_rollout, prompts, tiny_model, tiny_tokenizer, tool
-from tests.support.trainers import make, passing_on, ran
+from tests.support.trainers import make, ran
 
 THINKING = TEMPLATE.replace("<model>{% endif %}", "<model>{% if think is false %}-{% endif %}{% endif %}")
 KWARGS = [{"think": True}, {"think": False}, None, {"style": "curt"}]  # a data set fills in what a row lacks
@@ -77,8 +77,6 @@ def test_without_the_column_every_row_has_the_settings_of_the_run(tmp_path):
 
 
 REFUSED = {
-    "a column .* cannot be combined with Own._tokenize_prompts": {"cls": passing_on("_tokenize_prompts")},
-    "Own._get_tool_suffix_ids. It would be ignored": {"cls": passing_on("_get_tool_suffix_ids")},
     "rollout_func. It would be ignored": {"rollout_func": given_rollout, "tools": None},
     "remove_unused_columns. It would be ignored": {"remove_unused_columns": True},
     "chat_template_kwargs='think' in a row": {"train_dataset": data(["think", "think"])},

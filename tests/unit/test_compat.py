@@ -57,11 +57,11 @@ def test_a_parameter_with_a_default_fits_and_is_passed_on(monkeypatch, verify_an
 
 
 def test_what_trls_methods_return_is_counted_before_a_trainer_is_built(monkeypatch, verify_anew, tmp_path):
-    def five(self: Any, prompts: Any) -> Any:
-        return prompts, 1, 2, 3, 4
+    def five(self: Any, prompt_ids: Any, images: Any, multimodal_fields: Any, num_generations: int) -> Any:
+        return prompt_ids, 1, 2, 3, 4
 
-    monkeypatch.setattr(trl.GRPOTrainer, "_generate", five)
-    with pytest.raises(ContractError, match=r"_generate returns \(prompts, 1, 2, 3, 4\), not 8 values"):
+    monkeypatch.setattr(trl.GRPOTrainer, "_generate_single_turn", five)
+    with pytest.raises(ContractError, match=r"_generate_single_turn returns \(prompt_ids, 1, 2, 3, 4\), not 2 values"):
         make(tmp_path)
 
 

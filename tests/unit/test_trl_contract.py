@@ -40,7 +40,7 @@ def test_the_constructor_reads_beta_for_the_reference_model_alone():
 def test_trls_turn_calls_no_collectives():
     """It is still TRL's, where continuous batching or a user calls it; processes run different numbers of turns."""
     collective = re.compile(r"(?<!asyncio\.)\b(?:gather|reduce|broadcast|pad_across|all_)\w*\(")
-    for name in ("_generate_single_turn", "_tokenize_prompts"):
+    for name in ("_generate_single_turn",):
         assert collective.findall(code_of(getattr(trl.GRPOTrainer, name))) == [], name
     assert collective.findall(code_of(trl.GRPOTrainer._calculate_rewards))  # it finds those that there are
 

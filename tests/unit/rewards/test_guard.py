@@ -72,9 +72,10 @@ def test_every_kind_of_number_and_none_pass(rewards, expected):
 def test_logs_of_failed_attempts_do_not_count(asynchronous):
     failures = 1
 
-    def graded(completions, log_metric, **kwargs):
+    def graded(completions, log_metric, log_extra, **kwargs):
         nonlocal failures
         log_metric("n", len(completions))
+        log_extra("n", completions)
         if "ccc" in completions and failures:
             failures -= 1
             raise ConnectionError
@@ -87,8 +88,9 @@ def test_logs_of_failed_attempts_do_not_count(asynchronous):
     rewards, calls = score([function], faults=retried)
     assert (failures, rewards, metrics_of(calls)) == (0, [[1.0] * 5], {"n": [2.0, 2.0, 1.0]})
     failures = 1
-    rewards, calls = score([function] * 2, faults=retried, recorders={"log_metric": lambda *m: logged.append(m)})
-    assert (failures, metrics_of(calls), logged) == (0, {}, [("n", 2.0), ("n", 2.0), ("n", 1.0)] * 2)
+    rewards, calls = score([function] * 2, faults=retried, log_extra=lambda name, values: logged.append(len(values)))
+    assert (failures, metrics_of(calls), logged) == (0, {"n": [2.0, 2.0, 1.0] * 2}, [2, 2, 1] * 2)
+    assert all(not call.columns for call in calls)
     failures = 2
     rewards, calls = score([function], faults=Faults(retries=1, on_failure="none"))
     assert (failures, rewards, metrics_of(calls)) == (0, [[1.0, 1.0, None, None, 1.0]], {"n": [2.0, 1.0]})

@@ -77,8 +77,8 @@ def test_a_worker_is_a_fresh_single_threaded_interpreter_outside_the_launch(monk
         monkeypatch.setenv(name, "4")
     logged: list[Any] = []
     with working() as workers:
-        recorders = {"log_extra": lambda _, values: logged.append(values)}  # the user's: called in this process
-        _, calls = score([looks], workers, chunk=None, state=TrainerState(), recorders=recorders)
+        log_extra = functools.partial(lambda _, values: logged.append(values))  # the user's: called in this process
+        _, calls = score([looks], workers, chunk=None, state=TrainerState(), log_extra=log_extra)
     assert calls[0].columns == {}
     variables, modules, stdin, state = logged[0]
     assert variables == ["1", "", None, None, "4"]
