@@ -89,7 +89,7 @@ def test_logs_of_failed_attempts_do_not_count(asynchronous):
     assert (failures, rewards, metrics_of(calls)) == (0, [[1.0] * 5], {"n": [2.0, 2.0, 1.0]})
     failures = 1
     rewards, calls = score([function] * 2, faults=retried, log_extra=lambda name, values: logged.append(len(values)))
-    assert (failures, metrics_of(calls), logged) == (0, {"n": [2.0, 2.0, 1.0] * 2}, [2, 2, 1] * 2)
+    assert (failures, metrics_of(calls), logged) == (0, {"n": [2.0, 2.0, 2.0, 2.0, 1.0, 1.0]}, [2, 2, 1] * 2)
     assert all(not call.columns for call in calls)
     failures = 2
     rewards, calls = score([function], faults=Faults(retries=1, on_failure="none"))
