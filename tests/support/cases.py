@@ -22,6 +22,7 @@ from tests.support.images import FAMILIES, image_model, image_processor, image_r
 from tests.support.tiny import (
     TINY,
     gathering_rollout,
+    generated_rollout,
     letter_reward,
     prompts,
     sparse_reward,
@@ -143,6 +144,7 @@ CASES = {
     "rollout_func_few": Case(
         {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=gathering_rollout
     ),
+    "generated": Case({"rollout_chunk_size": 4, **FILTERED, **REUSED}, rollout_func=generated_rollout),
     "evaluation": Case(
         {"per_device_eval_batch_size": 5, "num_generations_eval": 3, "eval_pass_threshold": 0.0, "max_steps": 2},
         evaluate=True,

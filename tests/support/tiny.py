@@ -171,6 +171,14 @@ def gathering_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {**found, "env_mask": masks, "logprobs": [[-1] * len(row) for row in masks]}
 
 
+def generated_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A `rollout_func` that samples twice with the trainer's engine, and keeps the shorter completions."""
+    first, second = trainer.generate(prompts), trainer.generate(prompts)
+    shorter = [len(a) <= len(b) for a, b in zip(first["completion_ids"], second["completion_ids"])]
+    columns = {name for name in first if first[name] is not None}
+    return {n: [(a, b)[not s] for a, b, s in zip(first[n], second[n], shorter)] for n in columns} | {"logprobs": None}
+
+
 def config_kwargs(folder: Any, **overrides: Any) -> dict[str, Any]:
     """Settings of a short, quiet run."""
     return {

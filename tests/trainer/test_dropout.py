@@ -254,6 +254,16 @@ class OtherTensors(GRPOTrainer):
         return loss
 
 
+class OtherOrder(GRPOTrainer):
+    """Passes on the rows in two parts and in another order."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = list(range(len(inputs["completion_ids"])))[::-1]
+        parts = [part for part in (rows[::2], rows[1::2]) if part]
+        columns = [{n: v[p] if torch.is_tensor(v) and v.dim() else v for n, v in inputs.items()} for p in parts]
+        return sum(super(OtherOrder, self).compute_loss(model, part, *args, **kwargs) for part in columns)
+
+
 class OtherColumns(GRPOTrainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         copies = {name: inputs[name].clone() for name in ("completion_ids", "completion_mask")}
