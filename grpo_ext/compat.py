@@ -25,7 +25,7 @@ from accelerate.logging import get_logger
 from packaging.specifiers import SpecifierSet
 
 from .errors import ConfigError, ContractError, shortened
-from .runtime.attributes import assigned
+from .runtime.attributes import assigned_each
 
 # as in pyproject.toml
 TESTED = {"trl": ">=1.15,<1.17", "transformers": ">=5.20,<6"}
@@ -163,9 +163,8 @@ def checkpointing_layers(model: Any, kwargs: Mapping[str, Any] | None) -> Iterat
     """Inside, gradient checkpointing is on with these arguments of the Trainer, or off (None); afterwards as before."""
     off = {"gradient_checkpointing": False, "_gradient_checkpointing_func": None}
     with ExitStack() as restored:
-        for module in model.modules():
-            if hasattr(module, "gradient_checkpointing"):
-                restored.enter_context(assigned(module, **off))
+        modules = (module for module in model.modules() if hasattr(module, "gradient_checkpointing"))
+        restored.enter_context(assigned_each((module, off) for module in modules))
         if kwargs is not None:
             others = {**kwargs}
             by_name = {name: others.pop(name) for name in ("every_n_layers", "offload") if name in others}

@@ -43,7 +43,7 @@ from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
 from .run.rerun import Rerun
-from .runtime.attributes import assigned
+from .runtime.attributes import assigned, assigned_each
 from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import computing_with, pinned
 from .runtime.messages import show_messages
@@ -81,7 +81,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     eval_dataset: Any
     num_generations: int
     num_generations_eval: int
-    _loads_from: str  # the checkpoint whose weights are being loaded
+    _loads_from: str  # the checkpoint whose weights are loaded, or were last
 
     @hide_frames
     def __init__(
@@ -299,8 +299,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         if micro_batch.in_trl_form:
             options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
             inputs, sizes = self._loss_overrides.dictionary(micro_batch), micro_batch.sizes(self.args)
-            own_sizes = assigned(self, current_gradient_accumulation_steps=micro_batch.accumulation_steps)
-            with own_sizes, assigned(self.args, **sizes), self.compute_loss_context_manager():
+            accumulation = {"current_gradient_accumulation_steps": micro_batch.accumulation_steps}
+            with assigned_each([(self, accumulation), (self.args, sizes)]), self.compute_loss_context_manager():
                 return micro_batch.add_loss(self.compute_loss(model, inputs, **options))
         columns, rows = micro_batch.columns, micro_batch.rows
         with self.compute_loss_context_manager(), compat.profiling_context(self, "compute_loss"):
@@ -436,7 +436,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._finalize_training(trial, num_train_samples, start_time, **added)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None, **added: Any) -> None:
-        with dtypes_kept(self.model), assigned(self, _loads_from=resume_from_checkpoint):
+        self._loads_from = resume_from_checkpoint
+        with dtypes_kept(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model, **added)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None, **added: Any) -> None:
@@ -444,7 +445,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._keeper.optimizer.load(partial(super()._load_optimizer_and_scheduler, checkpoint, **added), changes)
 
     def _load_best_model(self, **added: Any) -> None:
-        with dtypes_kept(self.model), assigned(self, _loads_from=self.state.best_model_checkpoint):
+        self._loads_from = str(self.state.best_model_checkpoint)
+        with dtypes_kept(self.model):
             super()._load_best_model(**added)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:

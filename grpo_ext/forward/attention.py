@@ -7,7 +7,7 @@ Torch's flash kernels are called in forward.shared_prefix. Shapes: H heads, N to
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
-from ..runtime.attributes import assigned
+from ..runtime.attributes import assigned_each
 from ..runtime.transfer import to_device
 from .architecture import attention_layers
 from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
@@ -241,20 +241,14 @@ def _configs(model: nn.Module, packed: bool) -> list[Any]:
     return [config for config in named if (config._attn_implementation == PACKED) == packed]
 
 
-@contextmanager
-def packed_attention(model: nn.Module) -> Iterator[None]:
+def packed_attention(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, `model` runs packs: its attention layers call `packed_attention_forward`. May be nested."""
-    with ExitStack() as restored:
-        for config in reversed(_configs(model, packed=False)):
-            name = config._attn_implementation
-            restored.enter_context(assigned(config, grpo_ext_attention=name, _attn_implementation=PACKED))
-        yield
+    configs = reversed(_configs(model, packed=False))
+    names = ((config, config._attn_implementation) for config in configs)
+    return assigned_each((c, {"grpo_ext_attention": name, "_attn_implementation": PACKED}) for c, name in names)
 
 
-@contextmanager
-def plain_attention(model: nn.Module) -> Iterator[None]:
+def plain_attention(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, `model` runs padded batches, also within `packed_attention`."""
-    with ExitStack() as restored:
-        for config in _configs(model, packed=True):
-            restored.enter_context(assigned(config, _attn_implementation=config.grpo_ext_attention))
-        yield
+    configs = _configs(model, packed=True)
+    return assigned_each((config, {"_attn_implementation": config.grpo_ext_attention}) for config in configs)

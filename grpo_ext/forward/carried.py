@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from ..runtime.attributes import assigned
+from ..runtime.attributes import assigned_each
 
 
 class Carried:
@@ -60,11 +60,10 @@ def carrying(model: Any, carried: Carried) -> Iterator[None]:
     if carried.routing is None and carried.keys_BL is None:
         yield
         return
-    with _inside(carried), ExitStack() as stack:
-        for module in model.modules() if torch.is_grad_enabled() else ():
-            if (checkpoint := getattr(module, "_gradient_checkpointing_func", None)) is not None:
-                checkpoint = functools.partial(_checkpoint, checkpoint, carried)
-                stack.enter_context(assigned(module, _gradient_checkpointing_func=checkpoint))
+    name, modules = "_gradient_checkpointing_func", model.modules() if torch.is_grad_enabled() else ()
+    found = ((module, getattr(module, name, None)) for module in modules)
+    replaced = ((m, {name: functools.partial(_checkpoint, below, carried)}) for m, below in found if below is not None)
+    with _inside(carried), assigned_each(replaced):
         yield
 
 

@@ -7,8 +7,7 @@ forward of the head (forward.lm_head). Shapes: P prompts of a micro-batch, B com
 
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from transformers import Cache, DynamicCache, cache_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import CACHE, DummyLayer
-from ..runtime.attributes import assigned
+from ..runtime.attributes import assigned_each
 from .carried import Carried, carrying
 
 _KNOWN = (
@@ -132,14 +131,10 @@ def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int)
     return Cache(layers=layers)
 
 
-@contextmanager
-def cached_under_checkpointing(model: torch.nn.Module) -> Iterator[None]:
+def cached_under_checkpointing(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Inside, checkpointed layers get a cache too; transformers drops its own, which grows twice. May be nested."""
-    with ExitStack() as restored:
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                restored.enter_context(assigned(layer, _can_checkpoint_with_cache=True))
-        yield
+    layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
+    return assigned_each((layer, {"_can_checkpoint_with_cache": True}) for layer in layers)
 
 
 def run_after_prompts(

@@ -6,7 +6,7 @@ set once, to those of the longest sequence of the run, in policy and reference a
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..runtime.attributes import assigned
+from ..runtime.attributes import assigned_each
 
 logger = get_logger(__name__)
 
@@ -74,13 +74,10 @@ def _is_pinned(module: Any, kind: str | None) -> bool:
     return (scaling.get(kind) if isinstance(scaling, dict) else scaling) == "default"
 
 
-@contextmanager
-def rope_of_pack(model: nn.Module, last: int) -> Iterator[None]:
+def rope_of_pack(model: nn.Module, last: int) -> AbstractContextManager[None]:
     """Inside, frequencies follow the largest position of a pack, `last`, also on a process that holds other tokens."""
-    with ExitStack() as stack:
-        for _, module, _, _ in _length_dependent(model):
-            stack.enter_context(assigned(module, forward=functools.partial(_with_last, module.forward, last)))
-        yield
+    modules = [module for _, module, _, _ in _length_dependent(model)]
+    return assigned_each((m, {"forward": functools.partial(_with_last, m.forward, last)}) for m in modules)
 
 
 def _with_last(

@@ -5,9 +5,10 @@ step was cut. Here the same half-precision operands are multiplied, but the prod
 as Megatron and TransformerEngine do for accuracy. Outputs and input gradients keep their bits.
 """
 
+import itertools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,25 +16,20 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from ..runtime.attributes import assigned
+from ..runtime.attributes import assigned_each
 
 
-@contextmanager
-def float32_weight_gradients(model: nn.Module) -> Iterator[None]:
+def float32_weight_gradients(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, under autocast, the modules in `COVERED` return the gradients of their float32 weights unrounded.
 
     Other gradients are as autocast leaves them, and so are those of a linear layer whose forward a user replaced.
     Embeddings, norms and grouped products of experts are float32 under autocast anyway; the head sums in float32.
     Backward passes have to run inside, too.
     """
-    with ExitStack() as replaced:
-        for module in model.modules():
-            for covers, forward in COVERED.values():
-                if covers(module):
-                    # a method: torch.compile recognises one that is built again, and compiles it once
-                    method, below = types.MethodType(forward, module), vars(module).get("forward")
-                    replaced.enter_context(assigned(module, forward=method, forward_below=below))
-        yield
+    pairs = itertools.product(model.modules(), COVERED.values())
+    covered = ((module, forward, vars(module).get("forward")) for module, (covers, forward) in pairs if covers(module))
+    # a method: torch.compile recognises one that is built again, and compiles it once
+    return assigned_each((m, {"forward": types.MethodType(f, m), "forward_below": below}) for m, f, below in covered)
 
 
 def _multiply(func: Any, input: Tensor, weight: Tensor, *bias: Tensor | None) -> Tensor:

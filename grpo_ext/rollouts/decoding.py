@@ -8,7 +8,7 @@ transformers interprets the configuration. Shapes: B rows, P prompts, T new toke
 import contextlib
 import copy
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..compat import CACHE
 from ..forward.architecture import base_model_of
 from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
-from ..runtime.attributes import assigned
+from ..runtime.attributes import assigned_each
 from .keyed import NEW_TOKENS, OwnTokens, on_own_tokens, padding_widths, setting_of, without_padding
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
@@ -110,14 +110,10 @@ def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
     return dynamic and config.use_cache is not False and not config.prefill_chunk_size
 
 
-@contextlib.contextmanager
-def without_router_logits(config: Any) -> Iterator[None]:
+def without_router_logits(config: Any) -> contextlib.AbstractContextManager[None]:
     """Turn off router logits: their load-balancing loss fails with the attention mask of a cache."""
-    with contextlib.ExitStack() as stack:
-        for part in (config, config.get_text_config()):
-            if getattr(part, "output_router_logits", False):
-                stack.enter_context(assigned(part, output_router_logits=False))
-        yield
+    parts = (part for part in (config, config.get_text_config()) if getattr(part, "output_router_logits", False))
+    return assigned_each((part, {"output_router_logits": False}) for part in parts)
 
 
 def unique(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:

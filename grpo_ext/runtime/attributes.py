@@ -3,8 +3,8 @@
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 
@@ -13,14 +13,25 @@ def assigned(target: Any, **values: Any) -> Iterator[None]:
     """Inside, attributes of `target` have these values; afterwards they are as before: absent, or of its class."""
     absent, before_here = object(), {*vars(target)}
     before = {name: getattr(target, name, absent) for name in values}
-    for name, value in values.items():
-        setattr(target, name, value)
     try:
+        for name, value in values.items():
+            setattr(target, name, value)
         yield
     finally:
         for name, value in before.items():
-            of_class = name not in before_here and name in vars(target)
-            delattr(target, name) if value is absent or of_class else setattr(target, name, value)
+            if name not in before_here and name in vars(target):
+                delattr(target, name)
+            elif value is not absent:
+                setattr(target, name, value)
+
+
+@contextmanager
+def assigned_each(changes: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+    """`assigned` for several objects, one after the other."""
+    with ExitStack() as restored:
+        for target, values in changes:
+            restored.enter_context(assigned(target, **values))
+        yield
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.nn.attention import current_flash_attention_impl
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from ..errors import ConfigError
-from .attributes import assigned
+from .attributes import assigned_each
 from .collectives import gather_lists
 
 _ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
@@ -81,18 +81,18 @@ def pinned(threads: int | None) -> Iterator[None]:
             f"bitwise_invariant=True needs {CUBLAS}=:4096:8 in the environment before CUDA starts; it is "
             f"{os.environ.get(CUBLAS)!r}. Make the GRPOConfig, which sets it, before using the GPU, or set it yourself."
         )
+    # filling memory costs time, and nothing here reads such memory
+    switches: list[tuple[Any, dict[str, Any]]] = [(torch.backends.cudnn, {"benchmark": False})]
+    switches += [(torch.utils.deterministic, {"fill_uninitialized_memory": False})]
+    switches += [(backend, {"fp32_precision": "ieee"}) for backend in _PRODUCTS]
     with (
         ExitStack() as restored,
         computing_with(threads),
-        assigned(torch.backends.cudnn, benchmark=False),
-        # costs time, and nothing here reads such memory
-        assigned(torch.utils.deterministic, fill_uninitialized_memory=False),
         patch_environment(FLASH_ATTENTION_DETERMINISTIC=1),  # transformers reads it at each call
     ):
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
         before = torch.are_deterministic_algorithms_enabled()
         restored.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
         torch.use_deterministic_algorithms(True)
-        for backend in _PRODUCTS:
-            restored.enter_context(assigned(backend, fp32_precision="ieee"))
-        yield
+        with assigned_each(switches):
+            yield

@@ -139,15 +139,16 @@ class Attempt:
 
     def run_again(self, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
         """Run the same step, perhaps cut differently, in the same form."""
-        with assigned(self, plan=replace(self.plan, micro_batches=parts), gradients=None):
-            with self.running():
-                for micro_batch in self.micro_batches():
-                    run(micro_batch)
-            if self.shortage is not None:
-                raise MemoryShortageError(
-                    "the step fits into memory, and another run of it, for its record or to find what is not finite, "
-                    f"does not ({self.shortage})."
-                )
+        again = replace(self, plan=replace(self.plan, micro_batches=parts), gradients=None)
+        again.step = self.step
+        with again.running():
+            for micro_batch in again.micro_batches():
+                run(micro_batch)
+        if again.shortage is not None:
+            raise MemoryShortageError(
+                "the step fits into memory, and another run of it, for its record or to find what is not finite, does "
+                f"not ({again.shortage})."
+            )
 
     def check_gradient(self, norm: float | None) -> None:
         """Raise a PrecisionError where the norm of the step's gradient is not finite, on all processes together.
