@@ -355,17 +355,10 @@ class GRPOTrainer(trl.GRPOTrainer):
             return compat.values_of("_generate_single_turn", super()._generate_single_turn(*args, **kwargs))
 
     def generate(self, prompts: list[Any]) -> dict[str, Any]:
-        """Sample one completion for each prompt, without tools: by this trainer's engine, and by key.
+        """Sample one completion for each prompt, a text or messages, by this trainer's engine and keys, without tools.
 
-        For a `rollout_func`, which may return the dictionary as it is, and for other code of the user. In a
-        `rollout_func` prompt i has the key of its place; further prompts, and further calls, draw other random numbers.
-
-        Args:
-            prompts: texts or lists of messages, of this process.
-
-        Returns:
-            `prompt_ids`, `completion_ids`, `logprobs` (None where the engine returns none) and `env_mask`, with one
-            list for each prompt; with `sampling_mask="replay"` also `kept_ids`, which are those of each token.
+        Returns what a `rollout_func` may return: `prompt_ids`, `completion_ids`, `logprobs` (None where the engine has
+        none) and `env_mask`, lists for each prompt; with `sampling_mask="replay"` also `kept_ids`, for each token.
         """
         return self._trl_methods.generate(prompts)
 

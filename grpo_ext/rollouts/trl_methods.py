@@ -66,7 +66,11 @@ class TrlMethods:
         return torch.cat(gather_lists([rewards_BF])).to(self.view.accelerator.device)
 
     def generate(self, prompts: Sequence[Any]) -> dict[str, Any]:
-        """One turn of the model for each prompt, as a `rollout_func` may return it."""
+        """One turn of the model for each prompt of this process, as a `rollout_func` may return it.
+
+        In a `rollout_func` prompt i has the key of its place; further prompts, and further calls, draw other random
+        numbers.
+        """
         if (local := self.worker.in_progress) is None:
             settings = self.rollouts.settings_now()
             local = LocalRollout(self._own_request(len(prompts), settings.sampling.num_generations), settings)
