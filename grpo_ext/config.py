@@ -21,7 +21,7 @@ from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
 from .runtime.attributes import assigned
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
-from .setting_rules import (
+from .value_checks import (
     asks_for,
     check_ahead,
     check_algorithm,

@@ -3,7 +3,7 @@
 All derive from `ValueError`, because TRL and transformers raise `ValueError` for the same kinds of mistakes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -43,12 +43,6 @@ class ConfigError(GrpoExtError):
 
 class UnknownSettingError(ConfigError, TypeError):
     """A keyword argument that a configuration does not take; a TypeError, as Python raises."""
-
-
-def refuse_combination(setting: str, others: Mapping[str, Any], remedy: str) -> None:
-    """Raise a ConfigError for a setting that others contradict: those with a true value, by their description."""
-    if applying := [description for description, applies in others.items() if applies]:
-        raise ConfigError(f"{setting} cannot be combined with {'; '.join(applying)}. {remedy}")
 
 
 class DataError(GrpoExtError):

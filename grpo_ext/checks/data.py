@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError, refuse_combination, refuse_split_dependence
+from ..errors import DataError, refuse_split_dependence
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, settle_rope
 from ..rollouts.chat import ROW_KWARGS, Chat
 from ..rollouts.keyed import NEW_TOKENS
 from ..rollouts.settings import SCORE, all_end_tokens, chat_of
+from ..settings import refuse_excluded
 from ..view import TrainerView
 
 
@@ -162,8 +163,9 @@ def check_tokens(view: TrainerView) -> None:
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
     if any(map(has_settings, sets.values())):
-        others = {"rollout_func": view.rollout_func, "remove_unused_columns": view.args.remove_unused_columns}
-        refuse_combination(f"a column {ROW_KWARGS!r}", others, "It would be ignored; leave one of the two out.")
+        facts = {"rollout_func": view.rollout_func, "remove_unused_columns": view.args.remove_unused_columns}
+        remedy = "It would be ignored; leave one of the two out."
+        refuse_excluded(f"data.by_column.{ROW_KWARGS}", f"a column {ROW_KWARGS!r}", facts, remedy)
     replaced = view.overridden(SCORE) or view.rollout_func is not None
     if not (replaced or view.environment_factories):  # which may take, or make, other prompts
         for split, dataset in sets.items():

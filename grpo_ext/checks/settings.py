@@ -7,10 +7,11 @@ from transformers import GenerationConfig, StopStringCriteria
 
 from .. import compat
 from ..algorithms.policy_losses import POLICY_LOSSES
-from ..errors import ConfigError, did_you_mean, refuse_combination
+from ..errors import ConfigError, did_you_mean
 from ..forward.architecture import base_model_of
 from ..rollouts.keyed import own_generate, setting_of
 from ..rollouts.settings import LOGPS, SCORE, outside_masks, template_of, why_not_by_key
+from ..settings import named, refuse_excluded
 from ..view import TrainerView
 
 # Accelerate's names of the engines that are known to keep the promise
@@ -80,27 +81,24 @@ def check_ends(view: TrainerView) -> None:
 def check_replay(view: TrainerView) -> None:
     vllm, scoring = view.use_vllm, view.overridden(LOGPS)
     if view.args.replay.masks:
-        sampling = view.overridden(SCORE, "_generate_single_turn")
-        others: dict[str, Any] = {
-            f"{sampling} (it returns no kept tokens)": sampling,
-            f"{scoring} (it gets padded tensors, without the kept tokens)": scoring,
+        keyed = vllm or view.rollout_func is not None
+        facts: dict[str, Any] = {
+            "own_sampling": view.overridden(SCORE, "_generate_single_turn"),
+            "own_log_probs": scoring,
         }
-        if not vllm and view.rollout_func is None:
-            foreign = why_not_by_key(view)
-            others[f"{foreign} (sampling that is not by key returns no kept tokens)"] = foreign
+        facts["foreign"] = None if keyed else why_not_by_key(view)
         remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
-        refuse_combination("sampling_mask='replay'", others | outside_masks(view), remedy)
+        refuse_excluded("sampling_mask", "sampling_mask='replay'", facts, remedy, outside_masks(view))
     if view.args.replay.experts:
-        plugin, override = getattr(view.accelerator.state, "fsdp_plugin", None), view.overridden(SCORE, LOGPS)
-        checkpointing = getattr(plugin, "activation_checkpointing", False)
-        others = {
-            f"{override} (it gets padded tensors, without the experts)": override,
-            "a model that takes images": view.takes_images,
-            "torch_compile=True": view.args.torch_compile,
-            "FSDP's activation_checkpointing (set gradient_checkpointing=True)": checkpointing,
+        plugin = getattr(view.accelerator.state, "fsdp_plugin", None)
+        facts = {
+            "own_method": view.overridden(SCORE, LOGPS),
+            "takes_images": view.takes_images,
+            "torch_compile": view.args.torch_compile,
+            "fsdp_checkpointing": getattr(plugin, "activation_checkpointing", False),
             "prefill_chunk_size": not vllm and view.generation_config.prefill_chunk_size is not None,
         }
-        refuse_combination("routing_replay=True", others, "Leave one of the two out.")
+        refuse_excluded("routing_replay", "routing_replay=True", facts, "Leave one of the two out.")
 
 
 def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
@@ -140,7 +138,7 @@ def remarks(view: TrainerView) -> list[str]:
     thinks = "think_format_reward" in names and _end_of_prompt(view).endswith("<think>")
     own_limit = args.trust_region is not None or view.loss_type in POLICY_LOSSES
     old = args.use_vllm or args.rollout_lag or view.geometry.steps_per_rollout * view.num_iterations > 1
-    limits = [n for n in ("trust_region", "sequence_mask_low", "sequence_mask_high") if getattr(args, n) is not None]
+    limits = [name for name in named("limit") if getattr(args, name) is not None]
     sentences = {
         f"epsilon={args.epsilon:g} does nothing with this trust_region or loss_type, which has its own limit; leave it "
         "out.": own_limit and args.epsilon != type(args).epsilon,

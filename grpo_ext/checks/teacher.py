@@ -11,8 +11,9 @@ from transformers import AutoTokenizer, ProcessorMixin
 
 from ..algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
 from ..config import GRPOConfig
-from ..errors import ConfigError, refuse_combination
+from ..errors import ConfigError
 from ..forward.snapshot import refuse_replaced_forward
+from ..settings import refuse_excluded
 from .model import check_causal_lm, find_model
 
 logger = get_logger(__name__)
@@ -41,16 +42,14 @@ def check_teacher(
     else:
         check_causal_lm(teacher)
     weights = [] if teacher is None or isinstance(policy, str) else [*teacher.parameters(), *policy.parameters()]
-    others = {
-        "teacher_model or teacher_model_init_kwargs in GRPOConfig (for one that is loaded)": teacher is not None
-        and bool(name or load),
-        "weights that the policy shares (it would move with the policy; pass a copy)": len(set(weights)) < len(weights),
-        "reward functions and num_generations=1 (a completion alone in its group has no advantage)": rewarded
-        and config.num_generations == 1,
-        "torch_dtype in teacher_model_init_kwargs (which has no effect; write dtype)": "torch_dtype" in load,
-        "a model that takes images (not implemented)": isinstance(processing_class, ProcessorMixin),
+    facts = {
+        "loaded_teacher": teacher is not None and bool(name or load),
+        "shared_weights": len(set(weights)) < len(weights),
+        "alone": rewarded and config.num_generations == 1,
+        "torch_dtype": "torch_dtype" in load,
+        "takes_images": isinstance(processing_class, ProcessorMixin),
     }
-    refuse_combination("a teacher", others, "Leave one of the two out.")
+    refuse_excluded("teacher_model", "a teacher", facts, "Leave one of the two out.")
     if config.loss_type in POLICY_LOSSES:
         check_policy_loss(config.loss_type, per_token=True)
     if teacher is not None and config.rollout_lag:

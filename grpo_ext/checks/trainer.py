@@ -17,7 +17,7 @@ from transformers import ProcessorMixin
 
 from .. import compat
 from ..config import GRPOConfig
-from ..errors import ConfigError, did_you_mean, refuse_combination, refuse_split_dependence, shortened
+from ..errors import ConfigError, did_you_mean, refuse_split_dependence, shortened
 from ..forward.architecture import base_model_of, layer_kinds
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
@@ -34,6 +34,7 @@ from ..run.checkpoint import create_output_dir
 from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
+from ..settings import named, refuse_excluded
 from ..step.gradients import refuse_gradient_hooks
 from ..view import TrainerView
 from . import model as models
@@ -54,9 +55,6 @@ _WITHDRAWN = {
     "_get_tool_suffix_ids": "a chat_template, which renders tools' answers",
     "_log_metric": "log_metric in reward functions, or log",
 }
-_PLANNED = ("num_generations", "num_iterations")  # steps are planned with these
-_COPIED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # `generation_config` holds copies
-_ENGINE = ("use_vllm", "vllm_mode", "use_transformers_continuous_batching", "pad_to_multiple_of")
 
 
 def check_arguments(
@@ -215,22 +213,17 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
 
 
 def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:
-    sampling, copied = other_sampling(view), [m for m in (view.model, view.teacher_model) if m is not None]
+    copied = [model for model in (view.model, view.teacher_model) if model is not None]
     noise = list(models.random_parts(view.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
-    others = {
-        f"{sampling} (it would sample with the weights that are trained; only this trainer's own sampling runs on a "
-        "copy of them)": sampling,
-        f"{''.join(noise[:1])} (two threads would draw from one stream of random numbers; use disable_dropout=True "
-        "and no NEFTune)": noise,
-        "weights in 8 bits (a copy and the model, or the teacher, cannot share their scales, which bitsandbytes hands "
-        "to the layer that runs first; use load_in_4bit)": any(map(outlier_thresholds, copied)),
-        "images together with tools or an environment (not implemented)": view.takes_images
-        and bool(view.tools or view.environment_factories),
-        "a stream (rows are read before their step; use a data set with a length)": not hasattr(
-            view.train_dataset, "__len__"
-        ),
+    facts = {
+        "other_sampling": other_sampling(view),
+        "noise": "".join(noise[:1]),
+        "scales": any(map(outlier_thresholds, copied)),
+        "shown_images": view.takes_images and bool(view.tools or view.environment_factories),
+        "stream": not hasattr(view.train_dataset, "__len__"),
     }
-    refuse_combination(f"rollout_lag={config.rollout_lag}", others, "Change that, or use rollout_lag=0.")
+    lag = f"rollout_lag={config.rollout_lag}"
+    refuse_excluded("rollout_lag", lag, facts, "Change that, or use rollout_lag=0.")
     for model in copied:
         sharing_copy(model, set(), next(view.model.parameters()).device)  # raises where it cannot
 
@@ -243,18 +236,14 @@ def _check_sequence_parallel(view: TrainerView, rollouts: Rollouts, size: int) -
 
 
 def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
-    scorers = [type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)]
     client = getattr(rollouts.worker.engine, "client", None)
-    sampling = other_sampling(view)
-    others = {
-        f"reward models ({', '.join(scorers)}; the bits of a score depend on the batch it is computed in, so use a "
-        "function that scores one completion at a time)": scorers,
-        "this vLLM engine (it does not report that its bits are the same in every batch; set VLLM_BATCH_INVARIANT=1 "
-        "where it starts, on an NVIDIA GPU)": view.use_vllm and not compat.is_batch_invariant(client),
-        f"{sampling} (only this trainer's own sampling has the same bits in every split)": sampling,
+    facts = {
+        "reward_models": ", ".join(type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)),
+        "vllm_engine": view.use_vllm and not compat.is_batch_invariant(client),
+        "other_sampling": other_sampling(view),
     }
-    others |= unfit_kernels(view.accelerator.device, "linear_attention" in layer_kinds(view.model.config))
-    refuse_combination("bitwise_invariant=True", others, "Turn one of the two off.")
+    facts |= unfit_kernels(view.accelerator.device, "linear_attention" in layer_kinds(view.model.config))
+    refuse_excluded("bitwise_invariant", "bitwise_invariant=True", facts)
 
 
 def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[str]) -> None:
@@ -308,7 +297,7 @@ def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
     engine, prepare = view.vllm_generation, images.prepare
     tokens = [ids.tolist() for ids in suppressed_in(view)] if view.use_vllm is view.args.use_vllm else None
     no_loop, lag = view.async_loop is None, view.args.rollout_lag
-    values = {name: getattr(view, name) for name in (*_PLANNED, *_COPIED, *_ENGINE)} | {
+    values = {name: getattr(view, name) for mark in ("planned", "copied", "engine") for name in named(mark)} | {
         "sampling_mask or routing_replay": view.args.replay,
         "suppress_tokens or min_new_tokens (with sampling_mask)": tokens,
         "vllm_generation": engine,
@@ -336,8 +325,8 @@ def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
 def refuse_changes(view: TrainerView, images: ImageSource, built: Mapping[str, Any], warned: set[str]) -> None:
     """Refuse a change since the trainer was built (`built`) that it cannot follow; `warned` collects warnings."""
     for name, value in built_for(view, images).items():
-        if value != built.get(name) and (view.model.training or name not in _PLANNED):
-            read_once = ", or change generation_config" if name in _COPIED else ""
+        if value != built.get(name) and (view.model.training or name not in named("planned")):
+            read_once = ", or change generation_config" if name in named("copied") else ""
             raise ConfigError(
                 f"{name} was changed to {shortened(repr(value), 80)}, and the trainer was built with "
                 f"{shortened(repr(built.get(name)), 80)}; set it in GRPOConfig, or pass it to the trainer{read_once}."
@@ -352,12 +341,11 @@ def refuse_changes(view: TrainerView, images: ImageSource, built: Mapping[str, A
     if view.model.training:
         refuse_overrides(view)
         settings.check_replay(view)
-        args, sampling = view.args, other_sampling(view)
-        scorers = args.bitwise_invariant and any(isinstance(part, nn.Module) for part in view.reward_funcs)
-        others = {f"{sampling} (only this trainer's own sampling)": sampling, "a reward model": scorers}
+        scorers = [type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)]
+        facts = {"other_sampling": other_sampling(view), "reward_models": ", ".join(scorers)}
         for name in ("rollout_lag", "bitwise_invariant"):
-            if value := getattr(args, name):
-                refuse_combination(f"{name}={value}", others, "Turn one of the two off.")
+            if value := getattr(view.args, name):
+                refuse_excluded(name, f"{name}={value}", facts)
 
 
 def refuse_overrides(view: TrainerView) -> None:

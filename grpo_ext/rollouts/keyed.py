@@ -19,9 +19,10 @@ from ..batching.prompt_order import RolloutRequest
 from ..config import NO_REPLAY, Replay
 from ..forward.architecture import base_model_of
 from ..forward.routing import LIVE, Routing
+from ..settings import named
 from .transcript import TokenRecord, Transcript
 
-FILTERS = ("temperature", "top_h", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+FILTERS = ("temperature", *named("truncates"), "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # Settings under which a row depends only on its key and its own tokens (tests sample at several widths of padding), and
 # settings that sampling does not read. Any other, and any new one of transformers, may make it depend on more.
 COVERED = {
@@ -257,7 +258,7 @@ def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def truncating_in(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of TRL that leave out tokens; `generation_kwargs` may contain others."""
-    return truncating({name: settings.get(name) for name in ("top_p", "top_k", "min_p")})
+    return truncating({name: settings.get(name) for name in named("truncates")})
 
 
 def _truncates(name: str, value: float) -> bool:
@@ -291,7 +292,7 @@ def sampling_filters(
 
 
 def not_replayed(model: Any, config: GenerationConfig, temperature: float) -> dict[str, bool]:
-    """Settings of sampling that replayed masks do not describe, and whether they are set, for `refuse_combination`."""
+    """Settings of sampling that replayed masks do not describe, and whether they are set, for `refuse_excluded`."""
     others, reason = {}, "it changes scores by more than leaving some out"
     for name, neutral in _NOT_REPLAYED.items():
         value = setting_of(model, config, name)

@@ -15,7 +15,7 @@ from ..algorithms.losses import RatioRule
 from ..batching.sizes import ChunkSizes
 from ..forward.architecture import base_model_of
 from ..rewards.runner import RewardFunctions
-from ..setting_rules import check_advantage_k
+from ..value_checks import check_advantage_k
 from ..view import TrainerView
 from . import keyed
 from .chat import Chat
@@ -175,7 +175,7 @@ def sampling_config(view: TrainerView) -> GenerationConfig:
 
 
 def outside_masks(view: TrainerView) -> dict[str, bool]:
-    """Settings of sampling that replayed masks do not describe, for `refuse_combination`."""
+    """Settings of sampling that replayed masks do not describe, for `refuse_excluded`."""
     if view.use_vllm or view.rollout_func is not None:  # rollouts.vllm checks vLLM's
         return {}
     return not_replayed(view.policy, view.generation_config, view.temperature)

@@ -25,17 +25,18 @@ from transformers import GenerationConfig
 from ..algorithms.keyed_random import mix
 from ..batching.sizes import ChunkSizes
 from ..compat import values_of
-from ..errors import RolloutError, refuse_combination
+from ..errors import RolloutError
 from ..forward.routing import LIVE, Router
 from ..runtime.attributes import assigned
 from ..runtime.collectives import gather_in_group
+from ..settings import named, refuse_excluded
 from .engine_check import NEUTRAL
 from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
 from .keyed import most_kept, truncating
 from .transcript import Sampled, TokenRecord, Transcript, images_shown
 
 _BITS = (1 << 62) - 1  # of a server's signed 64-bit seed, to which the index of a completion is added
-SENT = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
+SENT = (*(name for name in named("copied") if name != "min_p"), "logprobs", "structured_outputs_regex")
 # settings that leave tokens out too: masks describe them, but vLLM returns masks only with a `top_k`
 _LEAVE_OUT = {"min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "vllm_structured_outputs_regex"}
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
@@ -172,7 +173,7 @@ def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[in
 
 
 def vllm_filters(args: Any) -> dict[str, Any]:
-    values = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p")} | (args.generation_kwargs or {})
+    values = {name: getattr(args, name) for name in named("truncates")} | (args.generation_kwargs or {})
     return truncating({**values, "top_k": max(values["top_k"] or 0, 0)})  # -1: all tokens
 
 
@@ -188,17 +189,15 @@ def mask_bound(args: Any, rollout_func: Any) -> int | None:
     settings = {"repetition_penalty": args.repetition_penalty, **(args.generation_kwargs or {}), **regex}
     without_effect = {"repetition_penalty": 1.0, "temperature": args.temperature}
     described = NEUTRAL - without_effect.keys() | (_LEAVE_OUT if filters else set())
-    others: dict[str, Any] = {
-        f"{name}={value!r} (vLLM returns no masks that describe it)": value or name == "temperature"
-        for name, value in settings.items()
-        if name not in described and value != without_effect.get(name)
-    }
+    others = {name: value for name, value in settings.items() if name not in described}
+    others = {name: value for name, value in others.items() if value or name == "temperature"}
+    undescribed = [f"{n}={value!r}" for n, value in others.items() if value != without_effect.get(n)]
     names = ", ".join(f"{name}={value}" for name, value in filters.items())
-    others[f"{names} on a vLLM server (TRL's client returns no masks)"] = filters and args.vllm_mode == "server"
+    facts = {"vllm_settings": ", ".join(undescribed), "server_filters": args.vllm_mode == "server" and names}
     remedy = "Leave one of the two out."
     if args.vllm_mode != "server":
         remedy += " Settings that leave tokens out, such as min_tokens, can be replayed with top_k."
-    refuse_combination("sampling_mask='replay'", others, remedy)
+    refuse_excluded("sampling_mask", "sampling_mask='replay'", facts, remedy)
     return most_kept(filters)
 
 

@@ -5,7 +5,7 @@ Compares settings, versions and machines from `log.jsonl`, then the trails (`run
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,33 +14,23 @@ from typing import Any
 import pandas
 
 from ..errors import ConfigError, shortened
+from ..settings import decides, named
 from .fingerprint import LAYOUT_SIZES, differences
 from .log import LOG, read_log
 from .trail import TRAIL, ReadTrail, read_trail
 from .trail_comparison import SAME, Comparison, Difference, both, compare_trails
 
-_PLAIN = {"data.rows_sha256": "data (the hash of its rows)", "rewards": "rewards (the functions)"}
+_ROWS, _COLUMNS = "data.rows_sha256", "data.by_column"
+_PLAIN = {_ROWS: "data (the hash of its rows)", "rewards": "rewards (the functions)"}
 Changes = list[tuple[str, Any, Any]]  # name, both values
-_SETTINGS = {  # that decide a stage; all others decide the loss
-    "prompts": ("seed", "data_seed", "data", "tokenizer", "num_generations", "rollout_batch_size", "num_iterations"),
-    "completions": (
-        *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "max_completion_length"),
-        *("num_generations", "rollout_chunk_size", "seed", "rollout_lag", "mask_truncated_completions"),
-        *("dynamic_sampling", "dynamic_sampling_max_rounds"),
-    ),
-    "rewards": ("rewards", "tools"),
-    "advantages": (
-        *("scale_rewards", "advantage_estimator", "reward_weights", "multi_objective_aggregation", "advantage_k"),
-        "eval_pass_threshold",
-    ),
-    "optimizer": (
-        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_steps", "num_train_epochs"),
-    ),
-    "weights": ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args", "max_grad_norm"),
-}
+# the stages of the trail whose settings the table has under another name
+_DECIDED = {"values": "loss", "optimizer": "schedule", "weights": "optimizer"}
 _MEANINGS = {  # of a first difference, and its cause where no setting differs
     "prompts": ("The runs have different prompts. What decides them", "the data set, its order, or the chat template"),
-    "completions": ("Sampling has other settings", ""),
+    "completions": (
+        "Sampling has other settings",
+        "the sampler itself (an override, an engine, the answer of a tool), or other kernels",
+    ),
     "rewards": ("The completions are the same. The cause", "a reward function that changed, or is not deterministic"),
     "advantages": ("The rewards are the same, so advantages are computed differently", "an override"),
     "values": ("Advantages are the same, so the loss is computed differently", "an override, or a fault of a layout"),
@@ -58,8 +48,8 @@ class RunOnDisk:
     @property
     def settings(self) -> dict[str, Any]:
         """What the run means: settings, data, model, rewards."""
-        parts = ("data", "model", "tokenizer", "end_tokens", "rewards", "tools")
-        return dict(self.start.get("settings") or {}) | {name: self.start.get(name) for name in parts}
+        parts = {name: self.start[name] for name in named("part") if name in self.start}
+        return dict(self.start.get("settings") or {}) | parts
 
     @property
     def besides(self) -> dict[str, Any]:
@@ -110,7 +100,7 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
     if (first := comparison.first) is not None:
         uncertain = bool(comparison.largest) or a.half or b.half or bool(besides)
         few = first.stage == "completions" and first.of > 1 and first.count * 2 <= first.of
-        if uncertain and few and not _among(settings, (*_SETTINGS["completions"], *_SETTINGS["weights"])):
+        if uncertain and few and not (_among(settings, "completions") or _among(settings, "weights")):
             comparison.verdict = "few tokens"
         comparison.meaning = _meaning(comparison, first, settings, besides)
         notes += [*_where_texts_part(first, a.folder, b.folder), *_rewards(a.folder, b.folder)]
@@ -143,8 +133,13 @@ def _rewards(*folders: Path) -> Iterator[str]:
 
 
 def changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
-    pairs = differences({name: (a.get(name), b.get(name)) for name in {**a, **b}})
-    return [(_PLAIN.get(name, name), old, new) for name, old, new in pairs if old != new]
+    """What differs; not parts that one of the runs was too early to note."""
+    names = [name for name in {**a, **b} if (name in a and name in b) or name not in named("part")]
+    found = [pair for pair in differences({name: (a.get(name), b.get(name)) for name in names}) if pair[1] != pair[2]]
+    left_out = {_COLUMNS}  # of which an earlier version noted none
+    if any(name.startswith(f"{_COLUMNS}.") for name, *_ in found):
+        left_out.add(_ROWS)  # the columns say more
+    return [(_PLAIN.get(name, name), old, new) for name, old, new in found if name not in left_out]
 
 
 def listed(changes: Changes) -> str:
@@ -153,24 +148,26 @@ def listed(changes: Changes) -> str:
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", "; ".join(shown))  # the beginnings of hashes
 
 
-def _among(changes: Changes, names: Sequence[str]) -> list[str]:
-    return [name for name, _, _ in changes if re.split(r"[. ]", name)[0] in names]
+def _among(changes: Changes, stage: str) -> list[str]:
+    """The differences that decide a stage of the trail."""
+    return [name for name, _, _ in changes if decides(name, _DECIDED.get(stage, stage))]
 
 
 def _meaning(comparison: Comparison, first: Difference, settings: Changes, besides: Changes) -> str:
     """A sentence on the likely cause of the first difference."""
     if first.step == 0:
         return "The runs begin with different weights: another model or adapter, or a trainer that had trained before."
-    optimizer = _among(settings, _SETTINGS["weights"])
+    optimizer = _among(settings, "weights")
     if optimizer and "weights" in comparison.largest and first.stage in ("completions", "values"):
         return f"The weights had begun to differ, and the optimizer has other settings: {', '.join(optimizer)}."
-    others = {name for names in _SETTINGS.values() for name in names}
-    known = _among(settings, _SETTINGS.get(first.stage, ()))
-    if first.stage == "values":
-        known = [name for name, _, _ in settings if name not in _among(settings, [*others])]
-    if first.stage == "completions" and not known:
+    if known := _among(settings, first.stage):
+        return f"{_MEANINGS[first.stage][0]}: {', '.join(known)}."
+    others = [name for name, _, _ in (*settings, *besides)]  # of which none is known to decide this stage
+    if first.stage == "completions":
         last, alike = comparison.weights_known, SAME["rounding" if comparison.largest else "same bits"]
         weights = f"The weights were {alike} after step {last}, when they were last compared. " if last >= 0 else ""
-        causes = [name for name, _, _ in besides] or ["the sampler itself (an override, an engine), or other kernels"]
-        return f"{weights}What may have sampled differently: {', '.join(causes)}."
-    return f"{_MEANINGS[first.stage][0]}: {', '.join(known or _MEANINGS[first.stage][1:])}."
+        return f"{weights}What may have sampled differently: {', '.join(others or [_MEANINGS[first.stage][1]])}."
+    guess = _MEANINGS[first.stage][1]
+    if settings:
+        guess = f"{', '.join(others)} (no setting that is known to decide this), or {guess}"
+    return f"{_MEANINGS[first.stage][0]}: {guess}."

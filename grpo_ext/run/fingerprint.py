@@ -4,30 +4,34 @@ A run may resume with another number of processes, with another micro-batch size
 seed, batch, loss, data set or model it would be another run, which is refused before training.
 """
 
+import ast
+import contextlib
 import dataclasses
 import datetime
 import decimal
 import hashlib
+import inspect
 import json
 import math
 import os
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-import transformers
-import trl
 from transformers.utils import get_json_schema
 
 from ..algorithms.advantages import THRESHOLD, takes_keyword
+from ..algorithms.digests import digest
 from ..batching.sizes import BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
 from ..forward.architecture import base_model_of
 from ..runtime.collectives import shards_parameters
+from ..settings import NOTED, STATE, compared, resumes
 from ..view import TrainerView
 from .checkpoint import explaining_format
 
@@ -42,38 +46,8 @@ _NOT_COMPUTED = {
     *("_experts_implementation", "use_cache", "return_dict", "output_attentions", "output_hidden_states"),
     *("pad_token_id", "_pad_token_id", "bos_token_id", "eos_token_id"),  # transformers sets them anew
 }
-# fields of transformers' TrainingArguments that decide what is learned
-_LOOP = (
-    *("seed", "data_seed", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("max_grad_norm", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs"),
-    *("warmup_steps", "optim", "optim_args", "bf16", "fp16", "dataloader_drop_last", "neftune_noise_alpha"),
-    *("full_determinism",),
-)
-# fields of TRL's GRPOConfig that do not
-_TRL_LAYOUT = (
-    *("generation_batch_size", "steps_per_generation", "num_generations_eval", "ds3_gather_for_generation"),
-    *("log_completions", "num_completions_to_print", "log_unique_prompts", "log_completions_hub_repo"),
-    *("remove_unused_columns", "model_init_kwargs", "use_transformers_continuous_batching"),
-    *("cache_implementation", "pad_to_multiple_of", "chat_template_path", "trust_remote_code"),
-    *("log_multimodal",),
-)
-# compared only in bitwise mode: elsewhere they change rounding at most
-_BITWISE = (
-    *("canonical_unit_size", "bitwise_threads"),
-    *("forward", "float32_weight_gradients", "skip_zero_contribution", "compact_rollouts"),
-)
-_OF_LOSS = ("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high")
-# fields of this package's GRPOConfig that decide what is learned; its sizes are compared as they were resolved
-_EXTENSIONS = (
-    *("advantage_estimator", "loss_aggregation", "dynamic_sampling", "dynamic_sampling_max_rounds", "rollout_lag"),
-    *("sampling_mask", "routing_replay", "advantage_k", "teacher_kl_coef", *_OF_LOSS),
-    *("bitwise_invariant", *_BITWISE),
-)
-# settings that may change within a rollout batch: they affect neither its completions nor their advantages
-KEEPS_ROLLOUT = frozenset(_LOOP) - {"seed", "data_seed"} | {"loss_type", "loss_aggregation", "epsilon", "epsilon_high"}
-KEEPS_ROLLOUT |= {"teacher_kl_coef", "lr_scheduler", *_OF_LOSS}
-# values that the optimizer's checkpoint holds: another value would have no effect, or could not be loaded
-_OPTIMIZER = {"learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "model.parameters"}
+# settings of `generate` that follow from others, or that sampling does not read
+_FOLLOW = {"max_new_tokens", "max_length", "do_sample", "_from_model_config", "output_attentions", "compile_config"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
 LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together", "sequence_parallel_size")
 
@@ -86,9 +60,12 @@ def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]
         "data": data_fingerprint(view.train_dataset),
         "model": model_fingerprint(view.policy, fixed, whole=not shards_parameters(accelerator)),
         "tokenizer": tokenizer_fingerprint(view.tokenizer),
+        "template": view.chat_template,
+        "generation": None if view.use_vllm else generation_fingerprint(view),
         "end_tokens": sorted(view.eos_token_ids),
         "rewards": list(view.reward_func_names),
         "tools": tools_fingerprint(view.tools or ()),
+        "tool_code": code_of([*(view.tools or ()), *(view.environment_factories or {}).values()]),
         "settings": settings_of(view.args, geometry),
     }
 
@@ -99,15 +76,12 @@ def plain(value: Any, without: Collection[str] = ()) -> Any:
         return {str(name): plain(part, without) for name, part in value.items() if name not in without}
     # the modules of an adapter are a set, whose order is another in every process
     text = json.dumps(value, default=lambda v: sorted(v, key=str) if isinstance(v, set | frozenset) else str(v))
-    return json.loads(text)
+    return json.loads(re.sub(" at 0x[0-9a-f]+", "", text))  # the address of an object is another in every process
 
 
 def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
-    inherited = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
-    left_out = {*inherited, *_TRL_LAYOUT, *(() if args.bitwise_invariant else _BITWISE)}
-    of_trl = [field.name for field in dataclasses.fields(trl.GRPOConfig)]
-    of_trl = [n for n in of_trl if not n.startswith("vllm_") or n.startswith("vllm_importance_sampling")]
-    names = [*_LOOP, *(name for name in (*of_trl, *_EXTENSIONS) if name not in left_out)]
+    """The settings that a resume compares (the table of settings), and those of a user's own."""
+    names = [f.name for f in dataclasses.fields(args) if compared(f.name, args.bitwise_invariant)]
     values = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
     if args.advantage_estimator and takes_keyword(args.advantage_estimator, THRESHOLD):  # elsewhere of evaluations only
         values[THRESHOLD] = args.eval_pass_threshold
@@ -116,17 +90,28 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
-    """Length, columns and a hash of evenly spread rows; None for a stream. Image files count by name."""
+    """Length, columns, and hashes of evenly spread rows, whole and by column; None for a stream.
+
+    Image files count by name.
+    """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     rows, columns = len(dataset), sorted(getattr(dataset, "column_names", None) or [])
     large = re.search("Image|Audio|Video|binary", str(getattr(dataset, "features", "")))
     most = _LARGE_ROWS_READ if large else _ROWS_READ
-    step = max(rows / most, 1.0)
-    digest = hashlib.sha256()
+    step, whole, by_column = max(rows / most, 1.0), hashlib.sha256(), dict[str, Any]()
     for row in _rows(dataset, [int(number * step) for number in range(min(rows, most))]):
-        digest.update(json.dumps(row, sort_keys=True, default=_as_text).encode())
-    return {"rows": rows, "columns": columns, "rows_sha256": digest.hexdigest()}
+        texts = {name: _json(row[name]) for name in sorted(row)} if isinstance(row, dict) else {}
+        for name, text in texts.items():
+            by_column.setdefault(name, hashlib.sha256()).update(text.encode())
+        named = ", ".join(f"{json.dumps(name)}: {text}" for name, text in texts.items())
+        whole.update((f"{{{named}}}" if isinstance(row, dict) else _json(row)).encode())
+    hashes = {name: column.hexdigest()[:16] for name, column in by_column.items()}
+    return {"rows": rows, "columns": columns, "rows_sha256": whole.hexdigest(), "by_column": hashes}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_as_text)
 
 
 def _rows(dataset: Any, numbers: Sequence[int]) -> Iterator[Any]:
@@ -208,6 +193,26 @@ def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
     return schemas | {"(order)": list(schemas)}
 
 
+def code_of(functions: Iterable[Any]) -> dict[str, str]:
+    """A hash of the code of each tool or environment, without comments and layout; of those whose source is known."""
+    codes: dict[str, str] = {}
+    for function in functions:
+        with contextlib.suppress(OSError, TypeError, SyntaxError):
+            owner = inspect.unwrap(getattr(function, "__self__", None) or function)
+            source = owner if inspect.isroutine(owner) or inspect.isclass(owner) else type(owner)
+            tree = ast.parse(textwrap.dedent(inspect.getsource(source)))
+            codes[getattr(source, "__name__", "tool")] = digest(ast.dump(tree))
+    return codes
+
+
+def generation_fingerprint(view: TrainerView) -> dict[str, Any]:
+    """What `generate` is set to by the trainer's and the model's configuration, and no setting of the run says."""
+    configs = getattr(view.policy, "generation_config", None), view.generation_config
+    values = {n: v for config in configs if config is not None for n, v in config.to_diff_dict().items()}
+    said = {*view.generation_settings, *GRPOConfig.__dataclass_fields__, *_NOT_COMPUTED, *_FOLLOW}
+    return plain({name: value for name, value in values.items() if name not in said})
+
+
 def tokenizer_fingerprint(processing_class: Any) -> str | None:
     """A hash of the vocabulary and the chat template; None without a vocabulary."""
     if not hasattr(processing_class, "get_vocab"):
@@ -238,12 +243,19 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
 def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The differences as `name: (saved, current)`; not those of names that only one has, or that an engine shards."""
     old, new = _flat(saved), _flat(current)
-    return {name: (old[name], new[name]) for name in old if name in new and old[name] != new[name]}
+    both = [name for name in old if name in new and resumes(name) != NOTED]
+    return {name: (old[name], new[name]) for name in both if old[name] != new[name]}
 
 
 def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    model = {f"model.{part}": value for part, value in fingerprint["model"].items() if value is not None}
-    return fingerprint | model | fingerprint["settings"] | {"model": None, "settings": None}
+    parts = {
+        f"{name}.{part}": value
+        for name in ("data", "model")
+        for part, value in (fingerprint.get(name) or {}).items()
+        if value is not None
+    }
+    stream = {"data": None if fingerprint.get("data") is None else "rows"} if "data" in fingerprint else {}
+    return {**fingerprint, **parts, **fingerprint["settings"], "model": None, "settings": None, **stream}
 
 
 def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
@@ -271,7 +283,7 @@ def check_same_run(
     """
     with explaining_format(folder):
         changes = changed(saved, current)
-    fixed = {name for name in changes if name in _OPTIMIZER or name.startswith("optimizer.")}
+    fixed = {name for name in changes if resumes(name) == STATE or name.startswith("optimizer.")}
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}
     allowed = {allowed} if isinstance(allowed, str) else set(allowed)

@@ -38,10 +38,11 @@ from ..runtime.attributes import assigned
 from ..runtime.collectives import from_main_process, shards_parameters
 from ..runtime.determinism import environment
 from ..runtime.out_of_memory import MicroBatchLimits, device_kind
+from ..settings import named
 from ..step.evaluation import PassAtK
 from ..view import TrainerView
 from . import checkpoint as folders
-from .fingerprint import KEEPS_ROLLOUT, check_same_run, differences, fingerprint_of, saved_identity, state_hashes
+from .fingerprint import check_same_run, differences, fingerprint_of, saved_identity, state_hashes
 from .interrupts import InterruptWatch, interruption
 from .loading import refuse_other_engine
 from .log import RunLog
@@ -248,7 +249,7 @@ class RunKeeper(TrainerCallback):
             logger.warning(f"{part} was {old} in {checkpoint} and is {new} now, as allowed.")
         if "global_batch_size" in changes:
             logger.warning("The count of steps continues, so some prompts of this epoch are skipped or repeated.")
-        others = sorted(changes.keys() - KEEPS_ROLLOUT)
+        others = sorted(changes.keys() - {*named("keeps")})
         if (states := load_state(checkpoint)) is None:
             logger.warning(f"{checkpoint} holds no rollout batch, so completions are sampled again from here.")
         else:

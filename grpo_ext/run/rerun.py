@@ -94,12 +94,17 @@ class StepAgain:
         kept = [callback for callback in kept if getattr(callback, "measure", None) is None]  # of a user's `Console`
         if left_out := [type(callback).__name__ for callback in callbacks if callback not in kept]:
             logger.info(f"Without the callbacks {', '.join(left_out)}.")
-        quiet = dict.fromkeys(("eval_on_start", "load_best_model_at_end", "push_to_hub", "log_completions"), False)
         here = {"output_dir": str(folder), "trail": True, "save_strategy": "no", "eval_strategy": "no"}
+        here |= {
+            "eval_on_start": False,
+            "load_best_model_at_end": False,
+            "push_to_hub": False,
+            "log_completions": False,
+        }
         allowed = [*(view.args.allow_changed_on_resume or ()), "stopped_early"]
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(assigned(view.args, **quiet, **here, allow_changed_on_resume=allowed))
+                stack.enter_context(assigned(view.args, **here, allow_changed_on_resume=allowed))
                 if self.keeper.user_args is not None:
                     stack.enter_context(assigned(self.keeper.user_args, output_dir=str(folder)))
                 rewards = None if call_rewards else self._known_rewards(run.trail)

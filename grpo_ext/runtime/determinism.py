@@ -57,16 +57,13 @@ def computing_with(threads: int | None) -> Iterator[None]:
 
 
 def unfit_kernels(device: torch.device, linear_attention: bool) -> dict[str, Any]:
-    """Kernels whose bits depend on another library or the kind of GPU, as `refuse_combination` takes them."""
-    attention, on_gpu = current_flash_attention_impl(), device.type == "cuda"
+    """Kernels whose bits depend on another library or the kind of GPU, as facts for `settings.refuse_excluded`."""
+    on_gpu = device.type == "cuda"
     names = sorted(set(gather_lists([torch.cuda.get_device_name(device)]))) if on_gpu else []
-    by_timing = on_gpu and linear_attention and is_flash_linear_attention_available()
     return {
-        f"the attention kernels {attention!r}, which replace torch's "
-        "(torch.nn.attention.restore_flash_attention_impl() before training)": attention,
-        "flash-linear-attention, which chooses its kernels by timing them (without it transformers computes these "
-        "layers in torch)": by_timing,
-        f"GPUs of several kinds, which choose other kernels ({', '.join(names)})": len(names) > 1,
+        "attention_kernels": current_flash_attention_impl(),
+        "timed_kernels": on_gpu and linear_attention and is_flash_linear_attention_available(),
+        "gpu_kinds": ", ".join(names) if len(names) > 1 else "",
     }
 
 

@@ -3,23 +3,17 @@
 A callback, or a subclass after `super().__init__()`, may change a setting once the trainer is built.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ..algorithms.losses import LossConfig, adapted_entropy_coefficient
 from ..algorithms.policy_losses import adds_at_zero_advantage
 from ..forward.architecture import experts_per_token, has_own_hooks
+from ..settings import read_at
 from ..view import TrainerView
 
-# settings of the loss under TRL's names, by where TRL reads them
-_ON_TRAINER = (
-    *("loss_type", "importance_sampling_level", "off_policy_mask_threshold"),
-    *("epsilon_low", "epsilon_high", "beta"),
-)
-_IN_ARGS = (
-    *("delta", "use_bias_correction_kl", "sapo_temperature_pos", "sapo_temperature_neg"),
-    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    *("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high"),
-)
+# the settings of a loss under TRL's names, by where TRL reads them; whether there is a teacher is known here alone
+_OF_LOSS = {spec.name for spec in fields(LossConfig)} - {"teacher_kl_coef"}
+_ON_TRAINER, _IN_ARGS = {"epsilon_low", *read_at("loss")} & _OF_LOSS, {*read_at("args")} & _OF_LOSS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ def plan(
     drop_last = bool(settings.get("dataloader_drop_last", False))
     tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
     if lag:
-        from ..setting_rules import check_lag  # loads torch
+        from ..value_checks import check_lag  # loads torch
 
         check_lag(lag, engine != "ddp")
     ahead = f"{lag} rollout batch(es)" if lag else None

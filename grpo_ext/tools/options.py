@@ -20,11 +20,9 @@ from ..config import GRPOConfig, setting
 from ..demo.task import EMBEDDED, Demo, demo_named
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
+from ..settings import decides
 from .data import DataArguments
 from .stock import OURS, STOCK
-
-# prefixes of settings of a run's output, evaluation and resume
-_OUTPUT = ("output_dir", "report_to", "run_name", "log", "save_", "eval_", "push_to", "hub_", "load_best", "resume")
 
 # help of fields that mean something else here than in TRL and transformers
 _HELP = {
@@ -150,7 +148,7 @@ def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 def output_settings(settings: Mapping[str, Any]) -> set[str]:
     """Names of the settings of a run's output, evaluation and resume, which `grpo-ext check` leaves out."""
-    return {name for name in fields_of(settings, GRPOConfig) if name.startswith(_OUTPUT)}
+    return {name for name in fields_of(settings, GRPOConfig) if decides(name, "output")}
 
 
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ..forward.architecture import attention_sizes, exchanged_numbers
 from ..forward.choice import ForwardChoice
 from ..forward.tiled_log_probs import TILE
 from ..forward.token_slice import refuse_heads, refuse_other_forms
-from ..setting_rules import check_sequence_parallel
+from ..value_checks import check_sequence_parallel
 
 _PROMPT_TOKENS = 512  # assumed
 _TOKENS = 192  # in the forward pass that is measured

@@ -14,9 +14,9 @@ from pathlib import Path
 import yaml
 
 from ..errors import ConfigError
+from ..settings import named
 
 RECIPE = "recipe.json"  # in a run's folder, by recipes/grpo.py: its path, the folder it ran in, and the settings
-_NOT_AGAIN = ("output_dir", "resume_from_checkpoint", "rerun", "report_to", "push_to_hub", "hub_", "sequence_parallel")
 
 
 def rerun(run: Path, options: Sequence[str], processes: int) -> int:
@@ -35,7 +35,8 @@ def rerun(run: Path, options: Sequence[str], processes: int) -> int:
         raise ConfigError(f"{path} is not as it was written ({type(error).__name__}: {error}); {missing}.") from None
     if gone := [str(place) for place in (script, home) if not place.exists()]:
         raise ConfigError(f"{', '.join(gone)}, from which this run was started, is gone; {missing}.")
-    settings = {name: value for name, value in known.items() if not name.startswith(_NOT_AGAIN)}
+    once = {*named("once")}
+    settings = {name: value for name, value in known.items() if name not in once and not name.startswith("rerun")}
     with tempfile.TemporaryDirectory(prefix="grpo_ext_rerun_") as folder, contextlib.ExitStack() as ending:
         # the signal ends the processes below too
         before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

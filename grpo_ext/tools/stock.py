@@ -9,23 +9,23 @@ from typing import Any
 
 from ..batching.sizes import geometry_of
 from ..errors import GrpoExtError, counted
+from ..settings import named
 
 OURS, STOCK = "grpo_ext", "trl"
-# settings of this package that change what is learned; None, False or 0 turns them off
-ALGORITHM = {
-    *("advantage_estimator", "advantage_k", "loss_aggregation", "dynamic_sampling", "rollout_lag"),
-    *("sampling_mask", "routing_replay", "teacher_model", "teacher_kl_coef"),
-    *("trust_region", "trust_region_threshold", "sequence_mask_low", "sequence_mask_high"),
-}
 
 
 def refuse_ours(settings: Mapping[str, Any]) -> None:
-    """Raise a GrpoExtError for settings that change what is learned and that stock TRL does not have."""
+    """Raise a GrpoExtError for settings that change what is learned and that stock TRL does not have.
+
+    None, False or 0 turns them off.
+    """
     from ..rollouts.keyed import truncating_in  # loads torch
 
     filters = truncating_in(settings) or settings.get("generation_kwargs")
     without = set() if filters else {"sampling_mask"}  # it changes nothing if all tokens are kept
-    if used := [f"{name}={settings[name]!r}" for name in sorted(ALGORITHM - without) if settings.get(name)]:
+    if used := [
+        f"{name}={settings[name]!r}" for name in sorted({*named("unlike_trl")} - without) if settings.get(name)
+    ]:
         raise GrpoExtError(
             f"{', '.join(used)}: stock TRL has no such setting and would learn something else; leave it out to "
             "compare with stock TRL."

@@ -13,7 +13,19 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "grpo_ext")
 
 # from the bottom to the top: each may import itself and those before it; "package" is grpo_ext/__init__.py
 PURE = ("errors", "loading", "algorithms", "batching")  # torch and the standard library alone
-INNER = ("runtime", "compat", "precision", "setting_rules", "config", "view", "forward", "rewards", "rollouts", "step")
+INNER = (
+    "runtime",
+    "compat",
+    "precision",
+    "settings",
+    "value_checks",
+    "config",
+    "view",
+    "forward",
+    "rewards",
+    "rollouts",
+    "step",
+)
 PACKAGES = (*PURE, *INNER, "run", "checks", "components", "trainer", "package", "demo", "tools")
 COLLECTIVES = {
     *("gather", "gather_object", "gather_for_metrics", "reduce", "broadcast", "broadcast_object_list"),

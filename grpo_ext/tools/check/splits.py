@@ -17,14 +17,12 @@ from ...checks.model import find_model
 from ...config import GRPOConfig
 from ...errors import ConfigError
 from ...rewards.registry import resolve_rewards
+from ...settings import named
 from ..data import load_prompts
 from ..options import as_dataclasses, demo_of, fields_of, load_arguments, output_settings
 from ..stock import OURS, STOCK
 from .comparison import TOLERANCE, CheckReport, Split, SplitResult, compare
 from .runs import Run, RunResult, train
-
-# settings of a split, and other names of the two global sizes
-_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation")
 
 
 def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
@@ -75,7 +73,9 @@ def _config(settings: Mapping[str, Any], load: dict[str, Any]) -> dict[str, Any]
     sizes = {name: getattr(geometry, name) for name in ("global_batch_size", "rollout_chunk_size")}
     if geometry.steps_per_rollout > 1:
         sizes["rollout_batch_size"] = geometry.rollout_batch_size
-    return {name: value for name, value in ours.items() if name not in _SIZES} | sizes | {"model_init_kwargs": load}
+    return (
+        {name: value for name, value in ours.items() if name not in named("size")} | sizes | {"model_init_kwargs": load}
+    )
 
 
 def _precision(run: Run) -> str:

@@ -1,0 +1,117 @@
+"""The table of settings: every field of GRPOConfig is in one row, and nothing else in the package lists settings."""
+
+import ast
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+import trl
+
+from grpo_ext import GRPOConfig
+from grpo_ext.errors import ConfigError
+from grpo_ext.settings import EXCLUDED, STAGES, TABLE, decides, named, refuse_excluded, resumes, row_of
+
+PACKAGE = Path(__file__).parents[2] / "grpo_ext"
+FIELDS = {spec.name for spec in dataclasses.fields(GRPOConfig)}
+ROWS = [name for row in TABLE for name in row.names.split()]
+MOST = 2  # names of settings in a list elsewhere
+
+
+def problems(fields: set[str]) -> dict[str, int]:
+    """Fields that are not in exactly one row, and in how many they are."""
+    return {name: count for name in sorted(fields) if (count := ROWS.count(name)) != 1}
+
+
+def test_every_field_is_in_exactly_one_row_and_a_new_one_is_named():
+    assert problems(FIELDS) == {}
+    assert problems(FIELDS | {"brand_new"}) == {"brand_new": 0}  # the control
+
+
+def test_a_row_says_what_it_knows():
+    known = {name for kind in (trl.GRPOConfig, transformers.TrainingArguments) for name in kind.__dataclass_fields__}
+    for row in TABLE:
+        assert {*row.decides.split()} <= {*STAGES, "layout", "output"}, row.names
+        assert row.read in ("build", "rollout", "loss", "args"), row.names
+    assert {*named("unlike_trl")} <= FIELDS - known
+    assert all(row_of(setting) is not None for setting in EXCLUDED)
+
+
+def test_a_field_of_a_users_own_has_no_row_and_is_compared():
+    assert row_of("of_mine") is None
+    assert resumes("of_mine") == "always"
+    assert not decides("of_mine", "loss")
+    assert decides("data.by_column.answer", "rewards")
+    assert decides("data.by_column.prompt", "prompts")
+    assert decides("model.config.rope_theta", "completions")
+
+
+def test_the_table_imports_neither_torch_nor_trl():
+    code = "import sys; import grpo_ext.settings; print({'torch', 'trl', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def constants(nodes: list[Any]) -> list[str]:
+    """The names of settings among the elements of a display, in unpacked displays too."""
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List | ast.Set):
+            found += constants(node.value.elts)
+        elif isinstance(node, ast.Constant) and node.value in FIELDS:
+            found.append(node.value)
+    return found
+
+
+def is_rule(node: ast.AST) -> bool:
+    """Whether the value of a dictionary is a rule: a function, or a display, and no plain value or text."""
+    return isinstance(node, ast.Lambda | ast.Tuple | ast.List | ast.Set | ast.Dict) or (
+        isinstance(node, ast.Call) and getattr(node.func, "id", "")[:1].isupper()
+    )
+
+
+def lists_of_settings(path: str, text: str) -> Iterator[str]:
+    """Tuples, lists and sets of more than `MOST` names of settings, and dictionaries that map as many to rules."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Tuple | ast.List | ast.Set) and len(constants(node.elts)) > MOST:
+            yield f"{path}:{node.lineno}"
+        elif isinstance(node, ast.Dict):
+            rules = [key for key, value in zip(node.keys, node.values) if key is not None and is_rule(value)]
+            if len(constants(rules)) > MOST:
+                yield f"{path}:{node.lineno}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = {*node.value.split()}
+            if words <= FIELDS and len(words) > MOST:
+                yield f"{path}:{node.lineno}"
+
+
+def test_no_other_list_of_settings_stands_in_the_package():
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "settings.py"]
+    found = [line for path in files for line in lists_of_settings(str(path.relative_to(PACKAGE)), path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        'X = ("top_p", "top_k", "min_p")',
+        'X = {*("top_p", "top_k"), "min_p"}',
+        'X = {"top_p": lambda v: v > 0, "top_k": (1, 2), "min_p": [0]}',
+        'X = "top_p top_k min_p".split()',
+    ],
+)
+def test_a_planted_list_is_found(planted):
+    assert [*lists_of_settings("planted.py", planted)] == ["planted.py:1"]
+    values = 'X = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}'
+    assert [*lists_of_settings("values.py", values)] == []
+
+
+def test_an_error_names_all_that_excludes_a_setting():
+    facts = {"fsdp": True, "fp16": True, "tf32": False}
+    with pytest.raises(ConfigError, match=r"^X cannot be combined with FSDP \(.*\); fp16 \(.*\)\. Turn one"):
+        refuse_excluded("bitwise_invariant", "X", facts)
+    refuse_excluded("bitwise_invariant", "X", {"tf32": False})
