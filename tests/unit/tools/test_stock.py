@@ -7,8 +7,10 @@ import trl
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import GrpoExtError
-from grpo_ext.tools.stock import ALGORITHM, stock_config
+from grpo_ext.settings import named
+from grpo_ext.tools.stock import stock_config
 
+ALGORITHM = {*named("unlike_trl")}
 CONFIG = {"global_batch_size": 16, "rollout_batch_size": 32, "per_device_train_batch_size": 4, "seed": 1}
 
 
