@@ -200,7 +200,7 @@ def test_gradients_of_completions_add_up(tmp_path, changes):
 def test_what_cannot_be_run_again_says_why(tmp_path, base):
     with pytest.raises(ConfigError, match=r"no step 21; its trail has the steps 1 to 20"):
         rerun(base, 21)
-    with pytest.raises(ConfigError, match=r"not the run of .*hash of its rows"):
+    with pytest.raises(ConfigError, match=r"not the run of .*data.by_column"):
         rerun(base, 3, train_dataset=prompts(12, seed=5))
     with pytest.raises(ConfigError, match=r"not the run of .*settings\.beta|not the run of .*beta 0\.0 -> 0\.1"):
         rerun(base, 3, beta=0.1)
