@@ -128,8 +128,9 @@ rehearse-gpu: $(REHEARSAL)/.ready wheels-gpu  ## test-gpu at toy size, in an env
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)
 
-docs: $(READY)  ## write what the documents have from the code (docs/architecture.md)
+docs: $(READY)  ## write the listings and tables that documents have from the code
 	@$(BIN)/python -m tests.support.trace_calls
+	@$(BIN)/python -m tests.support.setting_tables
 
 conform: $(READY)  ## compare the updates of several GRPO trainers with the exact one (ARGS="adapter.py": yours; about 10 minutes, with what it installs)
 	@$(BIN)/python -m tests.conform $(ARGS)

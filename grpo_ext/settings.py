@@ -187,7 +187,7 @@ TABLE = (
     Row("data.by_column.chat_template_kwargs", "prompts", resume=ALWAYS),
     Row("model", "completions loss", resume=ALWAYS, marks="part"),
     Row("model.parameters", "completions loss", resume=STATE),
-    Row("end_tokens generation", "completions", resume=ALWAYS, marks="part"),
+    Row("end_tokens generation_config", "completions", resume=ALWAYS, marks="part"),
     Row("tools", "prompts completions rewards", resume=ALWAYS, marks="part"),
     Row("tool_code", "completions", resume=NOTED, marks="part"),
     Row("rewards", "rewards", resume=ALWAYS, marks="part"),

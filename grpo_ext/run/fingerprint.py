@@ -61,7 +61,7 @@ def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]
         "model": model_fingerprint(view.policy, fixed, whole=not shards_parameters(accelerator)),
         "tokenizer": tokenizer_fingerprint(view.tokenizer),
         "template": view.chat_template,
-        "generation": None if view.use_vllm else generation_fingerprint(view),
+        "generation_config": None if view.use_vllm else generation_fingerprint(view),
         "end_tokens": sorted(view.eos_token_ids),
         "rewards": list(view.reward_func_names),
         "tools": tools_fingerprint(view.tools or ()),
@@ -248,14 +248,11 @@ def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[A
 
 
 def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    parts = {
-        f"{name}.{part}": value
-        for name in ("data", "model")
-        for part, value in (fingerprint.get(name) or {}).items()
-        if value is not None
-    }
-    stream = {"data": None if fingerprint.get("data") is None else "rows"} if "data" in fingerprint else {}
-    return {**fingerprint, **parts, **fingerprint["settings"], "model": None, "settings": None, **stream}
+    whole = {"data": fingerprint.get("data"), "model": fingerprint["model"]}
+    parts = {f"{name}.{part}": value for name in whole for part, value in (whole[name] or {}).items()}
+    known = {name: value for name, value in parts.items() if value is not None}
+    stream = {"data": None if whole["data"] is None else "rows"} if "data" in fingerprint else {}
+    return {**fingerprint, **known, **fingerprint["settings"], "model": None, "settings": None, **stream}
 
 
 def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:

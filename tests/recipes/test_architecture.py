@@ -1,7 +1,8 @@
-"""docs/architecture.md has the calls that a run makes."""
+"""What documents have from the code: the calls that a run makes, and tables of settings (`make docs`)."""
 
 import re
 
+from tests.support import setting_tables
 from tests.support.forks import python
 from tests.support.trace_calls import PAGE
 
@@ -13,3 +14,9 @@ def test_the_listings_of_calls_are_those_of_a_run():
     assert done.stdout == page, "run `make docs`, and read what has changed"
     for name in ("training_step", "Rollouts.completions_of", "assemble_loss"):  # the control: each is in a listing
         assert re.sub(rf"\n *{name} .*", "", page) != done.stdout
+
+
+def test_the_table_of_settings_is_that_of_the_package(monkeypatch):
+    assert setting_tables.written() == setting_tables.PAGE.read_text(), "run `make docs`"
+    monkeypatch.setattr(setting_tables, "TABLE", setting_tables.TABLE[1:])  # the control
+    assert setting_tables.written() != setting_tables.PAGE.read_text()

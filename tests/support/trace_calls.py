@@ -22,6 +22,7 @@ from typing import Any
 
 import grpo_ext
 from grpo_ext import GRPOTrainer
+from tests.support.setting_tables import between
 from tests.support.tiny import prompts
 from tests.support.trainers import make
 
@@ -139,10 +140,7 @@ def calls_of(call: Call, depth: int = 0) -> Iterator[str]:
 def with_listings(page: str, tracer: Tracer) -> str:
     """The page with both listings between their markers."""
     for name, lines in (("overrides", overrides_of(tracer)), ("step", calls_of(tracer.step))):
-        listing = "\n".join(["```", *(line.rstrip() for line in lines), "```\n"])
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        page, found = re.subn(pattern, rf"\g<1>{listing}\g<2>", page, flags=re.S)
-        assert found == 1, f"the page has no marker {name}"
+        page = between(page, name, "\n".join(["```", *(line.rstrip() for line in lines), "```"]))
     return page
 
 

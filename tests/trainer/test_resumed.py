@@ -3,6 +3,7 @@
 Callbacks with a state, runs that were stopped early, data in order; the model's configuration, the tools, every row.
 """
 
+import dataclasses
 import json
 import signal
 from pathlib import Path
@@ -14,11 +15,13 @@ from datasets import Dataset
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from grpo_ext import GRPOTrainer
+from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import CheckpointError
+from grpo_ext.run.checkpoint import write_listing
+from grpo_ext.run.fingerprint import FINGERPRINT
 from grpo_ext.run.interrupts import TrainingInterrupted
 from tests.support import tool_runs
-from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
+from tests.support.tiny import config_kwargs, letter_reward, own_config, prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import always_calling, count, tell
 from tests.support.trainers import SAVE, make, other, parameters, ran, signals, stopping
 
@@ -267,3 +270,46 @@ def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
     with pytest.raises(CheckpointError, match=r"out is a run, not a checkpoint; the newest in it is .*checkpoint-1"):
         other(tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out"))
     make(tmp_path / "new", model=type(tiny_model()).from_pretrained(checkpoint)).train()
+
+
+SHORT = {**SAVE, "max_steps": 1}
+
+
+def test_other_suppressed_tokens_are_another_run(tmp_path):
+    ran(make(tmp_path, **SHORT))
+    suppressing = own_config(suppress_tokens=[*range(5, 20)])
+    with pytest.raises(CheckpointError, match=r"generation_config\.suppress_tokens: null in the checkpoint"):
+        ran(make(tmp_path, suppressing, **SHORT), True)
+    ran(make(tmp_path, suppressing, allow_changed_on_resume=["generation_config"], **SHORT), True)
+
+
+def test_an_identity_without_the_newer_parts_resumes(tmp_path):
+    ran(make(tmp_path, **SHORT))
+    for path in tmp_path.rglob(FINGERPRINT):
+        identity = json.loads(path.read_text())
+        identity["data"].pop("by_column")
+        newer = ("template", "generation_config", "tool_code")
+        path.write_text(json.dumps({name: value for name, value in identity.items() if name not in newer}))
+        write_listing(path.parent, {"processes": 1})
+    ran(make(tmp_path, **SHORT), True)
+
+
+@dataclasses.dataclass
+class OwnConfig(GRPOConfig):
+    """A user's configuration, whose fields no table knows."""
+
+    curriculum: float = 0.5
+    scale: Any = print
+
+
+def test_fields_of_a_users_own_are_compared(tmp_path):
+    def build(**own: Any) -> Any:
+        config = OwnConfig(**config_kwargs(tmp_path, **SHORT), **own)
+        parts = {"model": tiny_model(), "reward_funcs": letter_reward, "processing_class": tiny_tokenizer()}
+        return GRPOTrainer(args=config, train_dataset=prompts(12), **parts)
+
+    ran(build(scale=lambda value: value))
+    with pytest.raises(CheckpointError, match=r"curriculum: 0\.5 in the checkpoint, 0\.75 now"):
+        ran(build(curriculum=0.75, scale=lambda value: value), True)
+    ran(build(scale=lambda value: value), True)
+    ran(build(curriculum=0.75, scale=lambda value: value, allow_changed_on_resume=["curriculum"]), True)

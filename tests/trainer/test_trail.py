@@ -110,7 +110,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
     "the order": ({"shuffle_dataset": False}, "prompts", 1, "row", "shuffle_dataset"),
     "suppressed tokens": (
         *({"model": own_config(suppress_tokens=[5, 6, 7, 8])}, "completions", 1, "generation"),
-        "generation.suppress_tokens",
+        "generation_config.suppress_tokens",
     ),
     "end tokens": ({"model": own_config(eos_token_id=[1, 9])}, "completions", 1, "generation", "end_tokens"),
     "the rotary base": (
