@@ -107,7 +107,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         show_messages()
         config = GRPOConfig.for_model(args, model)
         data, own = (train_dataset, eval_dataset), (processing_class, tools, environment_factory)
-        processing_class = check_arguments(config, model, reward_funcs, data, *own)
+        processing_class, surveys = check_arguments(config, model, reward_funcs, data, *own)
         reward_funcs = check_teacher(config, model, teacher_model, processing_class, reward_funcs, environment_factory)
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
@@ -132,9 +132,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 environment_factory=environment_factory,
                 **added,
             )
-        self._build(config, args, adapters, reference, teacher_model)
+        self._build(config, args, adapters, reference, teacher_model, surveys)
 
-    def _build(self, config: GRPOConfig, user_args: Any, adapters: Any, reference: Any, teacher: Any) -> None:
+    def _build(
+        self, config: GRPOConfig, user_args: Any, adapters: Any, reference: Any, teacher: Any, surveys: Any
+    ) -> None:
         compat.end_event_loop_with(self)
         train_in_float32(self.model, adapters)
         self._view = TrainerView(self, GRPOTrainer)
@@ -144,7 +146,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
         self._step_planner, self._loss_overrides, self._again = parts.step_planner, parts.loss_overrides, parts.again
         self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
-        self._uncovered = check_trainer(self._view, self._rollouts, config)
+        self._uncovered = check_trainer(self._view, self._rollouts, config, surveys)
         self._rollouts.worker.rewards.pack_functions(reward_functions(self._view))
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------

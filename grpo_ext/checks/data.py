@@ -2,7 +2,9 @@
 
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,11 +40,25 @@ def with_length(train: Any, evaluation: Any) -> list[Any]:
     return [data for data in named_sets(train, evaluation).values() if hasattr(data, "__len__") and len(data)]
 
 
-def check_prompts(dataset: Any, split: str) -> None:
+@dataclass
+class Survey:
+    """What one pass over the prompts of a data set has found, for all checks of them."""
+
+    dataset: Any
+    kinds: dict[Any, tuple[int, Any, Any]]  # the first row of each kind: its number, prompt, settings of the template
+    sizes: array[int]  # bytes of each prompt
+
+    def larger_than(self, size: int) -> list[tuple[int, Any]]:
+        """Number and prompt of the rows whose prompts have more bytes."""
+        return [(row, self.dataset[row]["prompt"]) for row, known in enumerate(self.sizes) if known > size]
+
+
+def check_prompts(dataset: Any, split: str) -> Survey | None:
+    """Refuse a data set without prompts, or with an empty one; None where they cannot be read before training."""
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise DataError(f"the {split} data set is empty; it needs at least one row with a 'prompt' column.")
     if not has_readable_prompts(dataset):
-        return
+        return None
     columns = dataset.column_names
     if "prompt" not in columns:
         raise DataError(
@@ -54,11 +70,25 @@ def check_prompts(dataset: Any, split: str) -> None:
             f"the {split} data set has a column {min(taken)!r}, a name under which reward functions get what was "
             "sampled; rename or remove the column."
         )
-    for row, prompt in enumerate(iterate_column(dataset)):
+    survey = Survey(dataset, {}, array("q"))
+    for row, (prompt, kwargs) in enumerate(_prompts(dataset)):
         if not prompt:
             raise DataError(
                 f"row {row} of the {split} data set has an empty prompt ({prompt!r}); filter such rows out."
             )
+        survey.kinds.setdefault(_kind(prompt, kwargs), (row, prompt, kwargs))
+        survey.sizes.append(len(str(prompt).encode()))
+    return survey
+
+
+def _kind(prompt: Any, kwargs: Any) -> Any:
+    """Roles in their order, what messages have, and settings: all that a template can treat differently."""
+    if isinstance(prompt, str):
+        return str(kwargs), str
+    try:
+        return str(kwargs), *((m["role"], *((name, type(m[name])) for name in m)) for m in prompt)
+    except (TypeError, KeyError, AttributeError):  # no messages, which `Chat.check` refuses
+        return type(prompt)
 
 
 def has_readable_prompts(dataset: Any) -> bool:
@@ -77,28 +107,29 @@ def has_settings(dataset: Any) -> bool:
     return ROW_KWARGS in (getattr(dataset, "column_names", None) or ())
 
 
-def iterate_column(dataset: Any, name: str = "prompt") -> Iterator[Any]:
-    for block in dataset.select_columns(name).iter(batch_size=1000):
-        yield from block[name]
+def _prompts(dataset: Any) -> Iterator[tuple[Any, Any]]:
+    """The prompt of each row, and its settings of the template; one pass."""
+    names = ["prompt", ROW_KWARGS] if has_settings(dataset) else ["prompt"]
+    for block in dataset.select_columns(names).iter(batch_size=1000):
+        yield from zip(block["prompt"], block.get(ROW_KWARGS) or [None] * len(block["prompt"]), strict=True)
 
 
-def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
+def check_kinds(dataset: Any, split: str, chat: Chat, survey: Survey | None) -> None:
     """Check a prompt of every kind, and prompts with unknown tokens; a few of the rows that a transform makes."""
-    numbers = sample_rows(dataset) if hasattr(dataset, "__len__") else []
-    rows: Any = ((number, (dataset[number]["prompt"], dataset[number].get(ROW_KWARGS))) for number in numbers)
-    if has_readable_prompts(dataset):
-        settings = iterate_column(dataset, ROW_KWARGS) if has_settings(dataset) else [None] * len(dataset)
-        rows = enumerate(zip(iterate_column(dataset), settings, strict=True))
     beyond = [] if chat.embedded is None else list(range(chat.embedded, len(chat.tokenizer)))
     unknown = [token for token in chat.tokenizer.convert_ids_to_tokens(beyond) if token]  # ids may have gaps
+    if survey is None:
+        numbers = sample_rows(dataset) if hasattr(dataset, "__len__") else []
+        rows: Any = ((number, dataset[number]["prompt"], dataset[number].get(ROW_KWARGS)) for number in numbers)
+    elif unknown or chat.placeholders:  # a text may be in any row
+        rows = ((number, *pair) for number, pair in enumerate(_prompts(dataset)))
+    else:
+        rows = survey.kinds.values()
     kinds: set[Any] = set()
-    for number, (prompt, kwargs) in rows:
+    for number, prompt, kwargs in rows:
         try:
             chat.check(prompt)
-            # roles in their order, what messages have, and settings are all that a template can treat differently
-            messages = () if isinstance(prompt, str) else prompt
-            kind = str(kwargs), *((m["role"], *((name, type(m[name])) for name in m)) for m in messages)
-            if kind not in kinds or any(token in str(prompt) for token in unknown):
+            if (kind := _kind(prompt, kwargs)) not in kinds or any(token in str(prompt) for token in unknown):
                 kinds.add(kind)
                 if not chat.takes_images:  # `check_images` prepares some
                     ids = chat.of_row({"prompt": prompt, ROW_KWARGS: kwargs}).tokenize(prompt)
@@ -108,7 +139,7 @@ def check_kinds(dataset: Any, split: str, chat: Chat) -> None:
 
 
 def check_prompt_lengths(
-    prompts: Iterable[Any], lengths_of: Callable[[list[Any]], list[int]], config: Any, max_completion_length: int
+    survey: Survey, lengths_of: Callable[[list[Any]], list[int]], config: Any, max_completion_length: int
 ) -> None:
     """Refuse prompts that the model has no positions for; rotary ones reach as far as their scaling."""
     limit, text = covered_length(config), config.get_text_config()
@@ -118,7 +149,7 @@ def check_prompt_lengths(
     absolute = getattr(text, "rope_parameters", None) is None and getattr(text, "rope_theta", None) is None
     room = limit - (max_completion_length if absolute else 0)
     # a token is at least one byte; the margin stands for what a chat template adds
-    suspects = [(row, prompt) for row, prompt in enumerate(prompts) if len(str(prompt).encode()) + 512 > room]
+    suspects = survey.larger_than(room - 512)
     lengths = lengths_of([prompt for _, prompt in suspects]) if suspects else []
     for (row, _), length in zip(suspects, lengths, strict=True):
         if length > room:
@@ -156,7 +187,7 @@ def check_images(dataset: Any, prepare: Any) -> None:
             )
 
 
-def check_tokens(view: TrainerView) -> None:
+def check_tokens(view: TrainerView, surveys: Mapping[str, Survey]) -> None:
     chat, pad, ends = chat_of(view), view.tokenizer.pad_token_id, all_end_tokens(view)
     sets = named_sets(view.train_dataset, view.eval_dataset)
     for token in {*ends, *(() if view.use_vllm else (pad,))}:  # vLLM pads nothing
@@ -169,10 +200,10 @@ def check_tokens(view: TrainerView) -> None:
     replaced = view.overridden(SCORE) or view.rollout_func is not None
     if not (replaced or view.environment_factories):  # which may take, or make, other prompts
         for split, dataset in sets.items():
-            check_kinds(dataset, split, chat)
+            check_kinds(dataset, split, chat, surveys.get(split))
 
 
-def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
+def check_lengths(view: TrainerView, survey: Survey | None, allow_split_dependent: bool) -> list[str]:
     """Refuse prompts that do not fit; returns allowed dependences on the length of a forward, as sentences."""
     dataset = view.train_dataset
     # tokens of a prompt with images are known once the images are prepared, and a row's settings may add some
@@ -181,10 +212,10 @@ def check_lengths(view: TrainerView, allow_split_dependent: bool) -> list[str]:
     def lengths(prompts: list[Any]) -> list[int]:
         return [len(ids) for ids in view.tokenize_prompts(prompts)[0]]
 
-    if readable and has_readable_prompts(dataset):
+    if readable and survey is not None:
         longest = view.max_completion_length or NEW_TOKENS
         for model in view.models:
-            check_prompt_lengths(iterate_column(dataset), lengths, base_model_of(model).config, longest)
+            check_prompt_lengths(survey, lengths, base_model_of(model).config, longest)
     dependent = settle_rope(
         [base_model_of(model) for model in view.models], lambda: _longest_sequence(view, lengths) if readable else None
     )
@@ -197,7 +228,7 @@ def _longest_sequence(view: TrainerView, lengths: Callable[[list[Any]], list[int
     data_sets = [data for data in with_length(train, view.eval_dataset) if has_readable_prompts(data)]
     if all(data is not train for data in data_sets) or not view.max_completion_length:
         return None
-    prompts = itertools.chain.from_iterable(iterate_column(data) for data in data_sets)
+    prompts = (prompt for data in data_sets for prompt, _ in _prompts(data))
     longest = 0
     while block := list(itertools.islice(prompts, 256)):
         longest = max(longest, *lengths(block))

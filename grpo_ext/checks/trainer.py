@@ -39,7 +39,7 @@ from ..step.gradients import refuse_gradient_hooks
 from ..view import TrainerView
 from . import model as models
 from . import settings
-from .data import check_images, check_lengths, check_prompts, check_tokens, named_sets, with_length
+from .data import Survey, check_images, check_lengths, check_prompts, check_tokens, named_sets, with_length
 
 logger = get_logger(__name__)
 
@@ -65,8 +65,8 @@ def check_arguments(
     processing_class: Any,
     tools: Any,
     factories: Any,
-) -> Any:
-    """Refuse arguments before anything is loaded; returns the tokenizer or processor."""
+) -> tuple[Any, dict[str, Survey]]:
+    """Refuse arguments before anything is loaded; returns the tokenizer or processor, and surveys of the data sets."""
     settings.check_generation_kwargs(config)
     sets = named_sets(*data_sets)
     load = cast(dict[str, Any], config.model_init_kwargs or {})
@@ -80,9 +80,7 @@ def check_arguments(
     for reward in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(reward, str):
             models.find_reward_model(reward, load)
-    if factories is None:
-        for split, dataset in sets.items():
-            check_prompts(dataset, split)
+    surveyed = {split: check_prompts(dataset, split) for split, dataset in sets.items() if factories is None}
     check_names([data for data in with_length(*data_sets) if hasattr(data, "select_columns")], factories)
     if processing_class is None:
         processing_class = compat.processing_class_of(model, config)
@@ -97,7 +95,7 @@ def check_arguments(
         )
     if config.should_save:
         create_output_dir(str(config.output_dir))
-    return processing_class
+    return processing_class, {split: survey for split, survey in surveyed.items() if survey is not None}
 
 
 def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
@@ -168,7 +166,9 @@ def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
             check_images(data, prepare)
 
 
-def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> list[str]:
+def check_trainer(
+    view: TrainerView, rollouts: Rollouts, config: GRPOConfig, surveys: Mapping[str, Survey]
+) -> list[str]:
     """Refuse a trainer that cannot be trained, and turn dropout off where asked; returns what is not covered."""
     policy = view.model
     if config.disable_dropout:
@@ -183,7 +183,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
     settings.check_ends(view)
     refuse_overrides(view)
     settings.check_generation(view)
-    check_tokens(view)
+    check_tokens(view, surveys)
     _refuse_images_and_tools(view, rollouts)
     refuse_unknown_head(base_model_of(policy))
     models.refuse_adapters(policy)
@@ -209,7 +209,7 @@ def check_trainer(view: TrainerView, rollouts: Rollouts, config: GRPOConfig) -> 
         _check_sequence_parallel(view, rollouts, config.sequence_parallel_size)
     built = built_for(view, rollouts.images)
     rollouts.refuse_changes = functools.partial(refuse_changes, view, rollouts.images, built, set())
-    return uncovered + check_lengths(view, config.allow_split_dependent)
+    return uncovered + check_lengths(view, surveys.get("training"), config.allow_split_dependent)
 
 
 def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:

@@ -165,3 +165,20 @@ def test_prompts_that_are_alike_in_json_alone_are_tokenised_each(tmp_path):
     trainer = make(tmp_path, max_steps=1, shuffle_dataset=False, **parts)
     batch = train_and_keep_first(trainer)
     assert [ids.tolist() for ids in batch["prompt_ids"]] == ([a] * 4 + [b] * 4) * 2
+
+
+def test_a_trainer_reads_the_prompts_once_when_it_is_built(tmp_path, monkeypatch):
+    passes: list[list[str]] = []
+    inner = Dataset.iter
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        passes.append(self.column_names)
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(Dataset, "iter", counted)
+    make(tmp_path, eval_dataset=prompts(5))
+    assert passes == [["prompt"]] * 2  # of the training and of the evaluation set
+    passes.clear()
+    scaled = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    make(tmp_path / "scaled", tiny_model(rope_parameters=scaled, max_position_embeddings=64))
+    assert passes == [["prompt"]] * 2  # the control: the longest sequence decides the frequencies

@@ -117,9 +117,12 @@ def test_data_without_prompts_is_refused_with_the_row(data, says):
     ids=lambda value: getattr(value, "model_type", None),
 )
 def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, room):
+    def surveyed(*prompts):
+        return check_prompts(Dataset.from_dict({"prompt": prompts}), "training")
+
     def lengths(prompts: list[str]) -> list[int]:  # a character is a token
         return [len(prompt) for prompt in prompts]
 
-    check_prompt_lengths(["x" * room], lengths, config, max_completion_length=10)
+    check_prompt_lengths(surveyed("x" * room), lengths, config, max_completion_length=10)
     with pytest.raises(DataError, match=f"row 1 has {room + 1} tokens, .*room for {room} .*max_position_embeddings=64"):
-        check_prompt_lengths(["a", "x" * (room + 1)], lengths, config, max_completion_length=10)
+        check_prompt_lengths(surveyed("a", "x" * (room + 1)), lengths, config, max_completion_length=10)
