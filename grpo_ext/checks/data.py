@@ -46,7 +46,7 @@ class Survey:
 
     dataset: Any
     kinds: dict[Any, tuple[int, Any, Any]]  # the first row of each kind: its number, prompt, settings of the template
-    sizes: array[int]  # bytes of each prompt
+    sizes: "array[int]"  # bytes of each prompt
 
     def larger_than(self, size: int) -> list[tuple[int, Any]]:
         """Number and prompt of the rows whose prompts have more bytes."""
