@@ -62,8 +62,6 @@ _SHARE = Rule("a number above 0, below 1", lambda value: 0 < value < 1, none=Tru
 _QUANTILE = Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _SWITCH = Rule("True or False", lambda value: isinstance(value, bool))
 _TOP_P = Rule("a number above 0, at most 1", lambda value: 0 < value <= 1)
-# -1 and 0 mean all tokens, -1 with vLLM alone
-_TOP_K = Rule("a whole number, 0 or more (with vLLM -1 or more)", lambda v: v >= -1 and v % 1 == 0, none=True)
 _COEF = Rule("a number above 0, or None for 1 with a teacher", lambda value: 0 < value < math.inf, none=True)
 
 TABLE = (
@@ -104,7 +102,7 @@ TABLE = (
     Row("chat_template_kwargs", "prompts", "rollout", ALWAYS),
     Row("max_completion_length", "completions loss", "rollout", ALWAYS),
     Row("temperature", "completions loss", resume=ALWAYS, marks="copied", rule=_POSITIVE),
-    Row("top_k", "completions", resume=ALWAYS, marks="copied truncates", rule=_TOP_K),
+    Row("top_k", "completions", resume=ALWAYS, marks="copied truncates"),
     Row("top_p", "completions", resume=ALWAYS, marks="copied truncates", rule=_TOP_P),
     Row("min_p", "completions", resume=ALWAYS, marks="copied truncates"),
     Row("repetition_penalty", "completions", resume=ALWAYS, marks="copied", rule=_POSITIVE),
@@ -234,8 +232,9 @@ def check_values(settings: Mapping[str, Any]) -> None:
     for name, row in _BY_NAME.items():
         if name in settings and row.rule != Rule():
             row.rule.check(name, settings[name])
-    if settings["top_k"] is not None and settings["top_k"] < 0 and not settings["use_vllm"]:
-        raise ConfigError(f"top_k={settings['top_k']!r}: use {_TOP_K.takes}.")
+    least = -1 if settings["use_vllm"] else 0  # which mean all tokens
+    takes = f"a whole number, {least} or more"
+    Rule(takes, lambda value: value >= least and value % 1 == 0, none=True).check("top_k", settings["top_k"])
 
 
 # ---- Settings that exclude each other -------------------------------------------------------------------------------

@@ -302,7 +302,7 @@ def check_same_run(
         remedy += f": the optimizer keeps the checkpoint's {', '.join(sorted(fixed))}"
     # the weights of another shape are not read, whatever is allowed
     if others := {n for n in refused.keys() - fixed if not (n.startswith("model.") and "model.parameters" in fixed)}:
-        names = sorted(allowed | others)
+        names = sorted(allowed | {name if name.startswith("model.") else name.split(".")[0] for name in others})
         remedy += (
             f". If {'the other' if fixed else 'the'} change is meant, set allow_changed_on_resume={names} (as an "
             f"option: --allow_changed_on_resume {' '.join(names)})"
