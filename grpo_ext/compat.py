@@ -25,7 +25,7 @@ from accelerate.logging import get_logger
 from packaging.specifiers import SpecifierSet
 
 from .errors import ConfigError, ContractError, shortened
-from .runtime.attributes import assigned_each
+from .runtime.attributes import temporarily_set_each
 
 # as in pyproject.toml
 TESTED = {"trl": ">=1.15,<1.17", "transformers": ">=5.20,<6"}
@@ -164,11 +164,11 @@ def checkpointing_layers(model: Any, kwargs: Mapping[str, Any] | None) -> Iterat
     off = {"gradient_checkpointing": False, "_gradient_checkpointing_func": None}
     with ExitStack() as restored:
         modules = (module for module in model.modules() if hasattr(module, "gradient_checkpointing"))
-        restored.enter_context(assigned_each((module, off) for module in modules))
+        restored.enter_context(temporarily_set_each((module, off) for module in modules))
         if kwargs is not None:
             others = {**kwargs}
             by_name = {name: others.pop(name) for name in ("every_n_layers", "offload") if name in others}
-            with hiding_old_names():
+            with hiding_deprecations():
                 model.gradient_checkpointing_enable(others, **by_name)
         yield
 
@@ -177,7 +177,7 @@ def checkpointing_layers(model: Any, kwargs: Mapping[str, Any] | None) -> Iterat
 def unwrapped_for_generation(model: Any, accelerator: Any, **options: Any) -> Iterator[Any]:
     """TRL's context, which leaves gradient checkpointing alone: it would enable it again by the settings."""
     with checkpointing_layers(accelerator.unwrap_model(model), None), ExitStack() as context:
-        with hiding_old_names():
+        with hiding_deprecations():
             unwrapped = context.enter_context(unwrap_model_for_generation(model, accelerator, **options))
         yield unwrapped
 
@@ -201,7 +201,7 @@ def as_reference(model: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def hiding_old_names() -> Iterator[None]:
+def hiding_deprecations() -> Iterator[None]:
     """Hide transformers' warnings about old names of gradient checkpointing: TRL uses them, and no user can act.
 
     One entry comes and goes. `catch_warnings` would drop filters that others set meanwhile, on any thread, and each

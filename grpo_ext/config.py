@@ -19,7 +19,7 @@ from . import compat
 from .batching.micro_batches import Form
 from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
-from .runtime.attributes import assigned
+from .runtime.attributes import temporarily_set
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
 from .value_checks import (
     asks_for,
@@ -311,7 +311,7 @@ class GRPOConfig(trl.GRPOConfig):
             "steps_per_generation": None,
             "auto_find_batch_size": False,  # it would start the run again; here the step is repeated
         }
-        with assigned(self, **neutral), compat.hiding_old_names():
+        with temporarily_set(self, **neutral), compat.hiding_deprecations():
             super().__post_init__()
         options: Any = self.accelerator_config
         if "num_steps" in (options.gradient_accumulation_kwargs or {}):

@@ -43,7 +43,7 @@ from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
 from .run.rerun import Rerun
-from .runtime.attributes import assigned, assigned_each
+from .runtime.attributes import temporarily_set, temporarily_set_each
 from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import computing_with, pinned
 from .runtime.messages import show_messages
@@ -113,8 +113,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
         adapters, options = trained_values(model), engine_options(config, model, peft_config, rollout_func)
         hidden = {} if reference is None else {"beta": 0.0, "sync_ref_model": False}  # TRL would load a reference
-        for_trl = assigned(loop_args, steps_per_generation=config.geometry.micro_batches_sampled, **hidden)
-        with compat.hiding_old_names(), compat.starting_vllm_with(options), for_trl:
+        for_trl = temporarily_set(loop_args, steps_per_generation=config.geometry.micro_batches_sampled, **hidden)
+        with compat.hiding_deprecations(), compat.starting_vllm_with(options), for_trl:
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -212,7 +212,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                     for micro_batch in self._with_events(attempt.micro_batches()):
                         with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
                             backward(attempt.run(micro_batch), attempt.counts(micro_batch.part))
-        values = log_values(attempt.plan, attempt.step.metrics, self._clock.take())
+        values = log_values(attempt.plan, attempt.step.metrics, self._clock.pop_seconds())
         loss = self._log_step(values)
         attempt.end(loss)
         self._keeper.note_step(loss, values, attempt.step.counts, len(attempt.plan.rows))
@@ -302,7 +302,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
             inputs, sizes = self._loss_overrides.dictionary(micro_batch), micro_batch.sizes(self.args)
             accumulation = {"current_gradient_accumulation_steps": micro_batch.accumulation_steps}
-            with assigned_each([(self, accumulation), (self.args, sizes)]), self.compute_loss_context_manager():
+            with temporarily_set_each([(self, accumulation), (self.args, sizes)]), self.compute_loss_context_manager():
                 return micro_batch.add_loss(self.compute_loss(model, inputs, **options))
         columns, rows = micro_batch.columns, micro_batch.rows
         with self.compute_loss_context_manager(), compat.profiling_context(self, "compute_loss"):
@@ -413,7 +413,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Like transformers' method, without its warning of another micro-batch size."""
         size = (self._keeper.resumed.train_batch_size or self.args.train_batch_size) // max(1, self.args.n_gpu)
-        with assigned(self.args, per_device_train_batch_size=size):
+        with temporarily_set(self.args, per_device_train_batch_size=size):
             return super()._init_training_state(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
@@ -427,7 +427,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         watch = self._keeper.watch
         if watch.evaluation_due and not watch.stopping:  # of the last step of all
             self._keeper.evaluate_late(trial)
-        with assigned(self.args, save_total_limit=None if watch.stopping else self.args.save_total_limit):
+        with temporarily_set(self.args, save_total_limit=None if watch.stopping else self.args.save_total_limit):
             return super()._finalize_training(trial, num_train_samples, start_time, **added)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None, **added: Any) -> None:
@@ -451,7 +451,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
         final, push = self._checkpoint_folder(trial), self.args.push_to_hub
-        with self._keeper.saving(final), assigned(self.args, push_to_hub=False):
+        with self._keeper.saving(final), temporarily_set(self.args, push_to_hub=False):
             super()._save_checkpoint(model, trial, **added)
         if push:  # once the checkpoint has its final name
             self._push_from_checkpoint(str(final))

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, ProcessorMixin, TrainerControl, Train
 from . import compat
 from .batching.sizes import BatchGeometry
 from .config import GRPOConfig
-from .runtime.attributes import assigned
+from .runtime.attributes import temporarily_set
 
 # names of TRL's and transformers' private attributes, by their names here
 _PRIVATE = {
@@ -231,12 +231,12 @@ class TrainerView:
         self._trainer._save_rng_state(folder)
 
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
-        return assigned(self._trainer, _logs=table)
+        return temporarily_set(self._trainer, _logs=table)
 
     def only_training(self, calculate_rewards: Callable[..., torch.Tensor] | None) -> AbstractContextManager[None]:
         """Inside, nothing is evaluated or shown; rewards are `calculate_rewards`, unless that is None."""
         rewards = {} if calculate_rewards is None else {"_calculate_rewards": calculate_rewards}
-        return assigned(self._trainer, eval_dataset=None, log_completions=False, **rewards)
+        return temporarily_set(self._trainer, eval_dataset=None, log_completions=False, **rewards)
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """The method of a subclass, or one assigned to the trainer, that replaces ours; None without one."""

@@ -12,7 +12,7 @@ import torch
 from ..errors import DataError, refuse_split_dependence
 from ..forward.architecture import base_model_of
 from ..forward.images import images_of
-from ..forward.rope import covered_length, settle_rope
+from ..forward.rope import covered_length, fix_rope_frequencies
 from ..rollouts.chat import ROW_KWARGS, Chat
 from ..rollouts.keyed import NEW_TOKENS
 from ..rollouts.settings import SCORE, all_end_tokens, chat_of
@@ -216,7 +216,7 @@ def check_lengths(view: TrainerView, survey: Survey | None, allow_split_dependen
         longest = view.max_completion_length or NEW_TOKENS
         for model in view.models:
             check_prompt_lengths(survey, lengths, base_model_of(model).config, longest)
-    dependent = settle_rope(
+    dependent = fix_rope_frequencies(
         [base_model_of(model) for model in view.models], lambda: _longest_sequence(view, lengths) if readable else None
     )
     return refuse_split_dependence([] if dependent is None else [dependent], allow_split_dependent)

@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..batching.packing import PackedGroup, PackLayout
 from ..errors import ModelError
-from ..runtime.attributes import assigned_each
+from ..runtime.attributes import temporarily_set_each
 from ..runtime.transfer import to_device
 from .architecture import attention_layers
 from .shared_prefix import Part, SharedPrefixAttention, joint_parts, parts_of, takes_varlen
@@ -245,10 +245,10 @@ def packed_attention(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, `model` runs packs: its attention layers call `packed_attention_forward`. May be nested."""
     configs = reversed(_configs(model, packed=False))
     names = ((config, config._attn_implementation) for config in configs)
-    return assigned_each((c, {"grpo_ext_attention": name, "_attn_implementation": PACKED}) for c, name in names)
+    return temporarily_set_each((c, {"grpo_ext_attention": name, "_attn_implementation": PACKED}) for c, name in names)
 
 
 def plain_attention(model: nn.Module) -> AbstractContextManager[None]:
     """Inside, `model` runs padded batches, also within `packed_attention`."""
     configs = _configs(model, packed=True)
-    return assigned_each((config, {"_attn_implementation": config.grpo_ext_attention}) for config in configs)
+    return temporarily_set_each((config, {"_attn_implementation": config.grpo_ext_attention}) for config in configs)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.attributes import assigned_each
+from ..runtime.attributes import temporarily_set_each
 
 
 class Carried:
@@ -63,7 +63,7 @@ def carrying(model: Any, carried: Carried) -> Iterator[None]:
     name, modules = "_gradient_checkpointing_func", model.modules() if torch.is_grad_enabled() else ()
     found = ((module, getattr(module, name, None)) for module in modules)
     replaced = ((m, {name: functools.partial(_checkpoint, below, carried)}) for m, below in found if below is not None)
-    with _inside(carried), assigned_each(replaced):
+    with _inside(carried), temporarily_set_each(replaced):
         yield
 
 

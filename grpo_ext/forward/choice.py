@@ -14,7 +14,7 @@ from accelerate.utils import extract_model_from_parallel
 
 from ..batching.micro_batches import Form, RowBatching
 from ..errors import MemoryShortageError
-from ..runtime.collectives import gather_lists, together
+from ..runtime.collectives import gather_lists, raise_on_all
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
@@ -140,7 +140,7 @@ class ForwardChoice:
             logger.warning(f"The best form of the forward was refused; completions run as {self.described(model)}.")
         forms.compared = True
 
-    def share(self, model: Any, twin: Any) -> None:
+    def use_form_of(self, model: Any, twin: Any) -> None:
         self._models[base_model_of(twin)] = self._of(model)
 
     def _of(self, model: Any) -> _ModelForms:
@@ -170,7 +170,7 @@ class ForwardChoice:
         """The first reason of any process against a form: a `problem` with the rows, or what a comparison finds."""
         reason = problem
         for draws in DRAWS:
-            with together("the comparison of two forms", self.sharded):
+            with raise_on_all("the comparison of two forms", self.sharded):
                 try:
                     reasons = (why_form_fails(form, a, self.checkpointing_kwargs, self.group, draws) for a in batches)
                     reason = problem or next(filter(None, reasons), None)

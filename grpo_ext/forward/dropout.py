@@ -18,7 +18,7 @@ from torch import nn
 from ..algorithms.digests import digest
 from ..algorithms.keyed_random import signed
 from ..errors import refuse_split_dependence
-from ..runtime.attributes import assigned, replace_forward
+from ..runtime.attributes import replace_forward, temporarily_set
 from .carried import Carried, carried_now
 
 logger = get_logger(__name__)
@@ -85,7 +85,7 @@ def keyed_dropout(model: nn.Module, strict: bool) -> Iterator[None]:
     with ExitStack() as restored:
         for name, module in model.named_modules():
             if is_keyed(module) and not hasattr(module.forward, "of_grpo_ext"):
-                restored.enter_context(assigned(module, forward=module.forward))
+                restored.enter_context(temporarily_set(module, forward=module.forward))
                 replace_forward(module, functools.partial(_drop, name, strict), mark=name)
         yield
 

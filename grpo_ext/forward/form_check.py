@@ -183,7 +183,7 @@ def _outputs(model: Any, policy: Any, batch: FormBatch) -> tuple[Outputs, torch.
             channels = channels[:, :: ceil_div(channels.size(1), _CHANNELS)]
             wide = torch.promote_types(channels.dtype, torch.float32)
             thin = channels[index.to(value.device)]
-            thin = thin if batch.slice is None else batch.slice.whole(thin)
+            thin = thin if batch.slice is None else batch.slice.gathered(thin)
             outputs[name] = thin[later_S.to(thin.device)].to(wide)
             if batch.form == "padded":
                 outputs[f"{name} at the prompts"] = channels[everywhere.to(value.device)].to(wide)

@@ -26,7 +26,7 @@ from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
 from .rope import rope_of_pack
-from .routing import LIVE, Routing
+from .routing import BY_ROUTER, Routing
 from .rows import TokenRows
 from .sampling_masks import SamplingMasks
 from .shared_prefix import Part
@@ -119,7 +119,7 @@ def lay_out(
     *on_device, source_N = layout
     experts_NC = rows.experts_NC
     if experts_NC is not None:
-        experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=LIVE)[source_N]  # -1: padding
+        experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=BY_ROUTER)[source_N]  # -1: padding
     keys_N = None if rows.dropout_N is None else torch.nn.functional.pad(rows.dropout_N, (0, 1))[source_N]
     tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC, share, keys_N
     moved = to_device(tensors, device)
@@ -146,7 +146,7 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     group = None
     if batch.slice is not None:
         group, values = batch.slice.group, [logps_S] if entropies_S is None else [logps_S, entropies_S]
-        logps_S, entropies_S = [*batch.slice.whole(torch.stack(values, dim=1)).unbind(1), None][:2]
+        logps_S, entropies_S = [*batch.slice.gathered(torch.stack(values, dim=1)).unbind(1), None][:2]
     routing = batch.targets.routing
     replayed = None if routing is None else routing.experts_NC
     router = RouterOutput(routers, batch.counts_BL, group, replayed) if routers else None
@@ -161,12 +161,14 @@ def run_rows(
     output = run_batch(model, batch)
     if output.routing is None or not options.get("record_experts"):
         return output
-    recorded_NC, real_N = output.routing.take(), batch.counts_BL.flatten() > 0
+    recorded_NC, real_N = output.routing.pop_experts(), batch.counts_BL.flatten() > 0
     experts_NC = torch.zeros(len(rows.ids_N), recorded_NC.size(1), dtype=torch.int32, device=recorded_NC.device)
-    experts_NC[batch.source_N.to(real_N.device)[real_N]] = recorded_NC[real_N].int() - LIVE  # 0 where none is known
+    experts_NC[batch.source_N.to(real_N.device)[real_N]] = (
+        recorded_NC[real_N].int() - BY_ROUTER
+    )  # 0 where none is known
     if batch.slice is not None:
         experts_NC = batch.slice.group.total(experts_NC)
-    return replace(output, experts_NC=(experts_NC + LIVE).to("cpu", recorded_NC.dtype))
+    return replace(output, experts_NC=(experts_NC + BY_ROUTER).to("cpu", recorded_NC.dtype))
 
 
 def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, cache_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..compat import CACHE, DummyLayer
-from ..runtime.attributes import assigned_each
+from ..runtime.attributes import temporarily_set_each
 from .carried import Carried, carrying
 
 _KNOWN = (
@@ -134,7 +134,7 @@ def _continued(recorded: Cache, config: Any, prompt_B: torch.Tensor, width: int)
 def cached_under_checkpointing(model: torch.nn.Module) -> AbstractContextManager[None]:
     """Inside, checkpointed layers get a cache too; transformers drops its own, which grows twice. May be nested."""
     layers = (layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer))
-    return assigned_each((layer, {"_can_checkpoint_with_cache": True}) for layer in layers)
+    return temporarily_set_each((layer, {"_can_checkpoint_with_cache": True}) for layer in layers)
 
 
 def run_after_prompts(

@@ -14,7 +14,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..runtime.attributes import assigned_each
+from ..runtime.attributes import temporarily_set_each
 
 logger = get_logger(__name__)
 
@@ -77,7 +77,7 @@ def _is_pinned(module: Any, kind: str | None) -> bool:
 def rope_of_pack(model: nn.Module, last: int) -> AbstractContextManager[None]:
     """Inside, frequencies follow the largest position of a pack, `last`, also on a process that holds other tokens."""
     modules = [module for _, module, _, _ in _length_dependent(model)]
-    return assigned_each((m, {"forward": functools.partial(_with_last, m.forward, last)}) for m in modules)
+    return temporarily_set_each((m, {"forward": functools.partial(_with_last, m.forward, last)}) for m in modules)
 
 
 def _with_last(
@@ -88,7 +88,7 @@ def _with_last(
     return tuple(values[:, :-1] for values in below(x, more, *args, **kwargs))
 
 
-def settle_rope(models: list[Any], longest: Callable[[], int | None]) -> str | None:
+def fix_rope_frequencies(models: list[Any], longest: Callable[[], int | None]) -> str | None:
     """Give all forwards of a run the same frequencies; returns what still depends on the micro-batch, as a sentence.
 
     `longest` returns the tokens of the run's longest prompt with its completion, or None; it is called only if needed.

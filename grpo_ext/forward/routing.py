@@ -21,7 +21,7 @@ from ..runtime.attributes import replace_forward
 from ..runtime.sequence_group import SequenceGroup
 from .carried import carried_now
 
-LIVE = -1  # instead of an expert: the router chooses
+BY_ROUTER = -1  # instead of an expert: the router chooses
 _CHOICES = (torch.topk, torch.Tensor.topk)
 
 
@@ -54,7 +54,7 @@ class Routing:
         counts_N: torch.Tensor | None = None,
         group: SequenceGroup | None = None,  # whose members route the other tokens of the pack
     ) -> None:
-        self.experts_NC = experts_NC  # to replay, `LIVE` where the router chooses; None: record
+        self.experts_NC = experts_NC  # to replay, `BY_ROUTER` where the router chooses; None: record
         self.counts_N = counts_N  # how often the padded batch would have computed each token; None: nothing is counted
         self.group = group
         self._choices = 0  # choices of all routers
@@ -82,7 +82,7 @@ class Routing:
             return live
         tokens = slice(first, first + len(scores_NX))
         recorded_NK = self.experts_NC[tokens, router.columns].to(scores_NX.device, torch.long)
-        known_NK = recorded_NK != LIVE
+        known_NK = recorded_NK != BY_ROUTER
         if self.counts_N is not None:
             counts_N = self.counts_N[tokens].to(scores_NX.device) * known_NK[:, 0]
             changed_N = (live_NK[:, :, None] != recorded_NK[:, None, :]).all(2).any(1)
@@ -90,7 +90,7 @@ class Routing:
         experts_NK = torch.where(known_NK, recorded_NK, live_NK)
         return torch.return_types.topk((scores_NX.gather(1, experts_NK), experts_NK))
 
-    def take(self) -> torch.Tensor:
+    def pop_experts(self) -> torch.Tensor:
         """The experts (N, C) recorded since the last call; a ModelError where a forward skipped a router."""
         passes = [[part for _, part in sorted(parts.items())] for _, parts in sorted(self._recorded.items())]
         self._recorded.clear()
@@ -198,7 +198,7 @@ def _verify(module: Any) -> None:
         live = run(recording)
         if not recording._recorded:
             raise _unknown(f"{name} does not choose with torch.topk")
-        recorded = recording.take().long()
+        recorded = recording.pop_experts().long()
         others = (recorded + 1) % router.experts
         replayed = run(Routing(others))
     except ModelError:

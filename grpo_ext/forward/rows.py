@@ -16,7 +16,7 @@ import torch
 from ..algorithms.keyed_random import token_keys
 from ..batching.sizes import ceil_div
 from .images import RowImages
-from .routing import LIVE
+from .routing import BY_ROUTER
 from .sampling_masks import KeptIds
 
 
@@ -61,7 +61,10 @@ class TokenRows:
         if (known := next((p.experts_NC for p in parts if p.experts_NC is not None), None)) is not None:
             width = known.size(1)
             experts_NC = torch.cat(
-                [known.new_full((len(p.ids_N), width), LIVE) if p.experts_NC is None else p.experts_NC for p in parts]
+                [
+                    known.new_full((len(p.ids_N), width), BY_ROUTER) if p.experts_NC is None else p.experts_NC
+                    for p in parts
+                ]
             )
         ids_N = torch.cat([part.ids_N for part in parts])
         prompts_B = [n for part in parts for n in part.prompts_B]

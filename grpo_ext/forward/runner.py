@@ -23,8 +23,8 @@ from ..compat import checkpointing_layers, checkpoints_layers, images_among
 from ..config import GRPOConfig, forms_of
 from ..errors import ConfigError, refuse_split_dependence
 from ..precision.weight_gradients import float32_weight_gradients
-from ..runtime.attributes import assigned, left_as_it_was
-from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes, shards_parameters, together
+from ..runtime.attributes import left_as_it_was, temporarily_set
+from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes, raise_on_all, shards_parameters
 from ..runtime.out_of_memory import Halving
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
@@ -107,7 +107,7 @@ class ForwardRunner:
         runner = copy.copy(self)
         runner.accelerator, runner._in_form = accelerator, None
         for model, twin in twins:
-            self.choice.share(model, twin)
+            self.choice.use_form_of(model, twin)
         return runner
 
     def choose_forms(self, models: Sequence[Any]) -> None:
@@ -137,7 +137,7 @@ class ForwardRunner:
         return [rows.with_dropout(0, rows.runs_B, range(len(rows))) for rows in batches]
 
     def _check_training_forward(self, model: Any) -> None:
-        policy, meeting = base_model_of(model), together("the check of a training forward", self.sharded)
+        policy, meeting = base_model_of(model), raise_on_all("the check of a training forward", self.sharded)
         with torch.random.fork_rng([]), meeting:
             rows = self._rows_with_dropout(policy, processor=None)[0]  # text alone, also where the model takes images
 
@@ -157,9 +157,9 @@ class ForwardRunner:
             logger.warning(f"The promise that the split does not matter does not cover this run: {reason}.")
 
     def _noise_in(
-        self, policy: Any, run: Callable[[], torch.Tensor], share: Callable[[list[Any]], list[Any]] = list
+        self, policy: Any, run: Callable[[], torch.Tensor], gather: Callable[[list[Any]], list[Any]] = list
     ) -> list[str]:
-        """The modules that draw random numbers, if these change log-probabilities; `share`: with all processes.
+        """The modules that draw random numbers, if these change log-probabilities; `gather`: from all processes.
 
         PEFT's LoHa and LoKr draw at rate 0, and hooks of users may: where it has no effect, nothing is watched later.
         """
@@ -171,8 +171,8 @@ class ForwardRunner:
         device = self.accelerator.device
         devices = [] if device.type == "cpu" else [device.index or 0]
         with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type):
-            names = share(drawing_modules(policy, device, run))
-            if names and not any(share([differ(seeded(0), seeded(0), seeded(1))])):
+            names = gather(drawing_modules(policy, device, run))
+            if names and not any(gather([differ(seeded(0), seeded(0), seeded(1))])):
                 self.watches = False
                 return []
         return names
@@ -184,7 +184,7 @@ class ForwardRunner:
     def in_form_of(self, model: Any) -> Iterator[None]:
         policy = base_model_of(model)
         exact = float32_weight_gradients(policy) if self.float32_weight_gradients else nullcontext()
-        with in_form(policy, self.choice.form(model)), assigned(self, _in_form=policy), exact:
+        with in_form(policy, self.choice.form(model)), temporarily_set(self, _in_form=policy), exact:
             yield
 
     @contextmanager

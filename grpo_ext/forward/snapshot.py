@@ -128,7 +128,7 @@ class Snapshot:
         if self.abandoned.is_set():
             raise Abandoned
 
-    def take(self, progress: dict[str, Any]) -> Weights:
+    def copy_weights(self, progress: dict[str, Any]) -> Weights:
         parts = [{n: p.detach().to(self.device, copy=True) for n, p in moving.items()} for moving in self._live]
         if self.device.type == "cuda":  # another stream reads them
             torch.cuda.current_stream(self.device).synchronize()

@@ -37,7 +37,7 @@ class TokenSlice(NamedTuple):
         targets = (predictor_S // length == group.member).nonzero().squeeze(1)
         return cls(group, slice(first, first + length), targets, len(predictor_S), int(positions_N.max()))
 
-    def whole(self, values: torch.Tensor) -> torch.Tensor:
+    def gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Values of the completion tokens that this member holds -> of all, (S, ...); one exchange."""
         zeros = values.new_zeros(self.completion_tokens, *values.shape[1:])
         return self.group.total(zeros.index_copy(0, self.targets, values))

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PrecisionError
-from ..runtime.collectives import local_part, together
+from ..runtime.collectives import local_part, raise_on_all
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -33,7 +33,7 @@ def bad_weights(model: torch.nn.Module) -> list[str]:
 
 def refuse_bad_weights(model: torch.nn.Module, at_start: Collection[str], step: int) -> None:
     """Raise a PrecisionError where trained weights are no longer finite, on all processes together."""
-    with together("the trained weights"):
+    with raise_on_all("the trained weights"):
         if names := [name for name in bad_weights(model) if name not in at_start]:
             raise PrecisionError(
                 f"after step {step} trained weights are not finite, {names[0]} and {len(names) - 1} others, so no "

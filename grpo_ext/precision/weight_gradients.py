@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.pytorch_utils import Conv1D
 
-from ..runtime.attributes import assigned_each
+from ..runtime.attributes import temporarily_set_each
 
 
 def float32_weight_gradients(model: nn.Module) -> AbstractContextManager[None]:
@@ -29,7 +29,9 @@ def float32_weight_gradients(model: nn.Module) -> AbstractContextManager[None]:
     pairs = itertools.product(model.modules(), COVERED.values())
     covered = ((module, forward, vars(module).get("forward")) for module, (covers, forward) in pairs if covers(module))
     # a method: torch.compile recognises one that is built again, and compiles it once
-    return assigned_each((m, {"forward": types.MethodType(f, m), "forward_below": below}) for m, f, below in covered)
+    return temporarily_set_each(
+        (m, {"forward": types.MethodType(f, m), "forward_below": below}) for m, f, below in covered
+    )
 
 
 def _multiply(func: Any, input: Tensor, weight: Tensor, *bias: Tensor | None) -> Tensor:

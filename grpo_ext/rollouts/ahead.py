@@ -42,7 +42,7 @@ from ..forward.snapshot import Snapshot, Weights
 from ..precision.half import as_in_training
 from ..rewards.runner import RewardRunner
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import local_collectives, together, wait_for_all
+from ..runtime.collectives import local_collectives, raise_on_all, wait_for_all
 from ..runtime.determinism import align_memory
 from ..view import TrainerView
 from .chat import Chat
@@ -188,7 +188,7 @@ class RolloutsAhead:
         state = self.view.state
         for step in self._steps_to_submit(state.global_step, current, lag):
             if self._taken is None or self._taken.step != state.global_step:
-                self._taken = self.snapshot.take({name: getattr(state, name) for name in PROGRESS})
+                self._taken = self.snapshot.copy_weights({name: getattr(state, name) for name in PROGRESS})
             self.submit(step, self._taken)
 
     def _steps_to_submit(self, step: int, current: tuple[int, int] | None, lag: int) -> list[int]:
@@ -243,9 +243,9 @@ class RolloutsAhead:
         if settings.sampling.hooks.rewards:  # the main thread reads these environments while the thread resets others
             self._pools.clear()
         local = worker.sample(rows, settings)
-        return local, worker.clock.take() | {"wait_train": idle}
+        return local, worker.clock.pop_seconds() | {"wait_train": idle}
 
-    def take_due(self) -> Job:
+    def pop_due(self) -> Job:
         """The next rollout batch to train on, which is not among the submitted ones any more."""
         return self._jobs.popleft()
 
@@ -355,7 +355,7 @@ def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
 
     def send() -> None:
         wait_for_all()  # the main process sends, and every process asks
-        with together("sending weights"):
+        with raise_on_all("sending weights"):
             generation.sync_weights()
         view.note_weights_sent(-1)  # an evaluation sends the current weights
 

@@ -20,7 +20,7 @@ from ..compat import CACHE
 from ..forward.architecture import base_model_of
 from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
-from ..runtime.attributes import assigned_each
+from ..runtime.attributes import temporarily_set_each
 from .keyed import NEW_TOKENS, OwnTokens, on_own_tokens, padding_widths, setting_of, without_padding
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
@@ -113,7 +113,7 @@ def decodes_compactly(model: Any, config: GenerationConfig) -> bool:
 def without_router_logits(config: Any) -> contextlib.AbstractContextManager[None]:
     """Turn off router logits: their load-balancing loss fails with the attention mask of a cache."""
     parts = (part for part in (config, config.get_text_config()) if getattr(part, "output_router_logits", False))
-    return assigned_each((part, {"output_router_logits": False}) for part in parts)
+    return temporarily_set_each((part, {"output_router_logits": False}) for part in parts)
 
 
 def unique(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:

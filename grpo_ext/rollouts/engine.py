@@ -25,7 +25,7 @@ from ..forward.carried import Carried, carrying
 from ..forward.form_check import rounding_unit, text_ids
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..precision.non_finite import explanation, first_module
-from ..runtime.attributes import assigned
+from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from . import decoding
@@ -90,7 +90,7 @@ class TransformersEngine:
         without_strings = {} if own_generate(policy) else {"stop_strings": None}
         with (
             without_router_logits(policy.config),
-            assigned(policy.generation_config, **without_strings),
+            temporarily_set(policy.generation_config, **without_strings),
             self.generating() as model,
         ):
             settings, may_pad = self.settings, sizes.batching == "any"

@@ -17,7 +17,7 @@ from ..algorithms.digests import digest
 from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
 from ..rewards.worker import RewardCall
-from ..runtime.collectives import gather_lists, together
+from ..runtime.collectives import gather_lists, raise_on_all
 from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, Ragged, RolloutBatch, concatenated
 from .images import ImageSource
 from .local import LocalRollout, RolloutSettings
@@ -69,7 +69,7 @@ class Round:
 
 def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> list[Share]:
     """The shares of all processes; a collective. Where one failed, all raise."""
-    with together("the exchange of a rollout batch"):
+    with raise_on_all("the exchange of a rollout batch"):
         if local.failure is not None:
             raise local.failure
         share = _share(local, images, shows_images)
@@ -142,15 +142,15 @@ def digest_of(ids: Sequence[int], mask: int) -> str:
     return digest(row, torch.full_like(row, mask))
 
 
-def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], whole: bool = False) -> dict[str, Column]:
+def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], with_masked: bool = False) -> dict[str, Column]:
     """The columns of a rollout batch, except advantages and images, under TRL's names.
 
-    With `whole` a masked-out completion keeps all its tokens. Otherwise one stays: TRL takes the last T columns by
-    `[:, -T:]`, which are all of them for T = 0.
+    With `with_masked` a masked-out completion keeps all its tokens. Otherwise one stays: TRL takes the last T columns
+    by `[:, -T:]`, which are all of them for T = 0.
     """
     sampling = local.settings.sampling
     masked = sampling.masked(transcripts)
-    lengths = [1 if out and not whole else len(t.ids) for t, out in zip(transcripts, masked, strict=True)]
+    lengths = [1 if out and not with_masked else len(t.ids) for t, out in zip(transcripts, masked, strict=True)]
     loss_masks = masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked, strict=True)]
     columns: dict[str, Column] = {
         "prompt_ids": Ragged.of([t.prompt_ids for t in transcripts], torch.long),

@@ -18,7 +18,7 @@ from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, complet
 from ..batching.prompt_order import RolloutRequest
 from ..config import NO_REPLAY, Replay
 from ..forward.architecture import base_model_of
-from ..forward.routing import LIVE, Routing
+from ..forward.routing import BY_ROUTER, Routing
 from ..settings import named
 from .transcript import TokenRecord, Transcript
 
@@ -50,7 +50,7 @@ _ADD_UP = (transformers.TopHLogitsWarper, transformers.TopPLogitsWarper, transfo
 MOST_KEPT = 512  # tokens of a replayed mask without top_k
 _AT_ONCE = 64  # tokens whose records are brought to the host together
 _DRAW = 16  # tokens whose random numbers are drawn at once
-BEYOND = 1 << 40  # prompts that a user's override adds are numbered from here
+FIRST_ADDED = 1 << 40  # prompts that a user's override adds are numbered from here
 NEW_TOKENS = 20  # of a row by default, as in transformers
 
 # settings that change scores by earlier tokens, or at single positions, and their values without effect
@@ -112,13 +112,13 @@ class Recorder(LogitsProcessor):
             self._flush()
 
     def _newest(self, tokens_B: torch.Tensor) -> torch.Tensor:
-        """The experts (B, C) of the token before each of these; `LIVE` after the forward of the prompts."""
+        """The experts (B, C) of the token before each of these; `BY_ROUTER` after the forward of the prompts."""
         if self.routing is None:
             return torch.empty(len(tokens_B), 0)
-        experts_NC = self.routing.take()
+        experts_NC = self.routing.pop_experts()
         if self._prompts_NC is None:
             self._prompts_NC = experts_NC.cpu()
-            return experts_NC.new_full((len(tokens_B), experts_NC.size(1)), LIVE)
+            return experts_NC.new_full((len(tokens_B), experts_NC.size(1)), BY_ROUTER)
         # without a cache, every forward runs all tokens
         return experts_NC.view(len(tokens_B), -1, experts_NC.size(1))[:, -1]
 
@@ -145,7 +145,7 @@ class Recorder(LogitsProcessor):
         return [TokenRecord.joined(self._parts[row]).first(length) for row, length in enumerate(lengths)]
 
     def experts(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The experts (N, C) of the prompt and the first tokens of each row; `LIVE` for the last, which never ran.
+        """The experts (N, C) of the prompt and the first tokens of each row; `BY_ROUTER` for the last, which never ran.
 
         `contexts` are the tokens of each prompt of the first forward, `prompts_B` for every row the number of its
         prompt.
@@ -153,7 +153,7 @@ class Recorder(LogitsProcessor):
         self._flush()
         assert self._prompts_NC is not None
         prompts_PWC = self._prompts_NC.view(len(contexts), -1, self._prompts_NC.size(1))
-        last_1C = self._prompts_NC.new_full((1, self._prompts_NC.size(1)), LIVE)
+        last_1C = self._prompts_NC.new_full((1, self._prompts_NC.size(1)), BY_ROUTER)
         return [
             torch.cat([prompts_PWC[prompt, -contexts[prompt] :], torch.cat(self._experts[row])[1:length], last_1C])
             for row, (prompt, length) in enumerate(zip(prompts_B, lengths, strict=True))
@@ -382,6 +382,6 @@ def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, 
     prompts = (torch.tensor(list(request.prompts)) + request.first_prompt).repeat_interleave(group)
     keys_B = completion_keys(seed, *place, prompts, torch.arange(group).repeat(len(request.prompts)))
     if (missing := rows - len(keys_B)) > 0:
-        prompts = torch.arange(missing) + BEYOND + (request.prompts.start << 20)
+        prompts = torch.arange(missing) + FIRST_ADDED + (request.prompts.start << 20)
         keys_B = torch.cat([keys_B, completion_keys(seed, *place, prompts, torch.zeros_like(prompts))])
     return (mix(keys_B, repeat) if repeat else keys_B)[:rows].tolist()

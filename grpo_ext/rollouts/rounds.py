@@ -36,7 +36,7 @@ class ScoredBatch:
     metrics: Mapping[str, float] = field(default_factory=dict)  # log values of dynamic sampling
 
 
-def fill(
+def fill_groups(
     rows: StepRows,
     rewards: RewardSettings,
     steps: StepDataset,

@@ -20,13 +20,13 @@ from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, 
 from ..errors import RewardError
 from ..forward.snapshot import Weights
 from ..rewards.worker import RewardCall
-from ..runtime.attributes import assigned
+from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import (
     any_process,
     gather_lists,
-    of_ours,
+    not_of_users,
     on_all_processes,
-    together,
+    raise_on_all,
     uneven_collectives,
     wait_for_all,
 )
@@ -40,7 +40,7 @@ from .images import ImageSource
 from .join import Round, exchange, join
 from .local import LocalRollout, RolloutSettings, Scoring
 from .log import RolloutLog
-from .rounds import ScoredBatch, fill, round_by_user
+from .rounds import ScoredBatch, fill_groups, round_by_user
 from .settings import read_settings, template_of
 from .worker import RolloutWorker, logged_elsewhere, reward_columns
 
@@ -133,13 +133,13 @@ class Rollouts:
         view = self.view
         if not view.use_vllm:
             return
-        with of_ours():
+        with not_of_users():
             if self.ahead is not None:  # the server may still sample with other weights
                 self.ahead.drain()
                 wait_for_all()
             if (step := view.state.global_step) != view.weights_sent_at:
                 # the main process sends to a server, which every process asks
-                with view.profile("sync_weights"), together("sending weights"):
+                with view.profile("sync_weights"), raise_on_all("sending weights"):
                     view.vllm_generation.sync_weights()
                 view.note_weights_sent(step)
 
@@ -161,7 +161,7 @@ class Rollouts:
         if self.current is None or name != request.name:
             if not rows and ahead is None:  # a run that was resumed without its rollout batch
                 rows = self.steps.rows(request)
-            job = None if ahead is None else ahead.take_due()
+            job = None if ahead is None else ahead.pop_due()
             scored, sampled_at = self.make(rows, job), step if job is None else job.weights.step
             self.note(step + 1, sampled_at, scored)
             self.current = CurrentBatch(scored.batch, request.name, sampled_at)
@@ -181,7 +181,7 @@ class Rollouts:
         taught = "teacher" in settings.logprobs.scored_by  # groups with equal rewards learn, too
         fills = args.dynamic_sampling and settings.sampling.training and not taught
         if fills:
-            made = fill(rows, settings.rewards, self.steps, args.dynamic_sampling_max_rounds, make_round)
+            made = fill_groups(rows, settings.rewards, self.steps, args.dynamic_sampling_max_rounds, make_round)
         else:
             part = make_round(rows)
             made = ScoredBatch(part.batch, part.rewards_BF if part.entries else None, settings.rewards, [part])
@@ -198,9 +198,9 @@ class Rollouts:
 
     def _round(self, rows: StepRows, *, settings: RolloutSettings, job: Job | None) -> Round:
         if (score := settings.sampling.hooks.score) is not None:
-            scoring = together("scoring", self.worker.forwards.collective_forward)
+            scoring = raise_on_all("scoring", self.worker.forwards.collective_forward)
             asked = Scoring(rows.request)
-            with assigned(self, scoring=asked), scoring, self._for_users(rows.request):
+            with temporarily_set(self, scoring=asked), scoring, self._for_users(rows.request):
                 scored = score(list(rows.rows))
             return round_by_user(scored, rows, asked.rounds, settings, self.view.args, self.images)
         if job is not None:
@@ -252,7 +252,7 @@ class Rollouts:
         if local.request.stands_in:
             rows = [{**row, ROW: -1} for row in rows]  # of no completion
         phase = self.worker.clock.phase("rewards")
-        with together("_calculate_rewards"), self._for_users(local.request), phase:
+        with raise_on_all("_calculate_rewards"), self._for_users(local.request), phase:
             rewards_BF = calculate(rows, *others)
             shape = tuple(rewards_BF.shape) if isinstance(rewards_BF, torch.Tensor) else type(rewards_BF).__name__
             if shape != (wanted := (completions, len(local.settings.rewards.functions.names))):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..forward.images import images_in
-from ..forward.routing import LIVE
+from ..forward.routing import BY_ROUTER
 from ..forward.sampling_masks import KeptIds
 
 Messages = list[dict[str, Any]]
@@ -137,11 +137,11 @@ class Transcript:
 
     @property
     def experts(self) -> torch.Tensor | None:
-        """The experts of prompt and completion; `LIVE` for what followed the last token that was sampled."""
+        """The experts of prompt and completion; `BY_ROUTER` for what followed the last token that was sampled."""
         if self.experts_NC is None:
             return None
         missing = len(self.all_ids) - len(self.experts_NC)  # below 0 if the completion is left out
-        return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=LIVE)
+        return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=BY_ROUTER)
 
 
 def images_shown(transcripts: Sequence[Transcript]) -> list[list[Any] | None] | None:

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
 from .batch import ROW
-from .keyed import BEYOND, request_keys
+from .keyed import FIRST_ADDED, request_keys
 from .local import LocalRollout, TurnRows
 from .settings import sampling_config
 from .source import Rollouts
@@ -107,7 +107,7 @@ class TrlMethods:
             key, cut = row.key, len(ids) - len(row.ids)
             if place >= len(chunk) or repeat:  # a row that the override has added, or a further call
                 added = place if place >= len(chunk) else 0
-                key = int(mix(torch.tensor(key), BEYOND + added + (repeat << 20)))
+                key = int(mix(torch.tensor(key), FIRST_ADDED + added + (repeat << 20)))
             if images is not None:
                 row = replace(row, images=list(images[place] or ()), number=None)
             rows.append(replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
@@ -120,7 +120,7 @@ class TrlMethods:
     def _own_request(self, rows: int, group: int) -> RolloutRequest:
         """The request of a rollout of the user's own, beyond those of the run."""
         prompts, rank = ceil_div(rows, group), self.view.accelerator.process_index
-        layout = StepLayout(BEYOND + next(self._free_requests), 0, 0, range(prompts), range(rows))
+        layout = StepLayout(FIRST_ADDED + next(self._free_requests), 0, 0, range(prompts), range(rows))
         return RolloutRequest(0, layout, range(rank * prompts, (rank + 1) * prompts), False, group)
 
 

@@ -33,7 +33,7 @@ _KEPT_REMEDY = (
 def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, settings: EngineSettings) -> dict[str, Any]:
     """TRL's padded dictionary of this process's rows; its stand-ins have advantages of zero."""
     transcripts = local.transcripts
-    columns = trl_columns(local, transcripts, whole=True)
+    columns = trl_columns(local, transcripts, with_masked=True)
     advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
     columns["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
     batch = RolloutBatch.of_columns(columns, local.request.num_generations)

@@ -26,8 +26,8 @@ from ..algorithms.keyed_random import mix
 from ..batching.sizes import ChunkSizes
 from ..compat import values_of
 from ..errors import RolloutError
-from ..forward.routing import LIVE, Router
-from ..runtime.attributes import assigned
+from ..forward.routing import BY_ROUTER, Router
+from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import gather_in_group
 from ..settings import named, refuse_excluded
 from .engine_check import NEUTRAL
@@ -63,7 +63,7 @@ class VllmEngine:
             seeds = [seed for part in parts for seed in part]
         llm = self.generation.llm
         prompts = [transcript.all_ids for transcript in transcripts]
-        with assigned(llm, seeds=seeds, completions=[]):
+        with temporarily_set(llm, seeds=seeds, completions=[]):
             returned = self.generation.generate(
                 prompts=prompts,
                 images=images_shown(transcripts),
@@ -215,7 +215,7 @@ def mask_record(completion: Any, ids: list[int], logps: list[float | None] | Non
 
 
 def experts_of(completion: Any, tokens: int, routers: Sequence[Router]) -> torch.Tensor:
-    """The experts (tokens, C) of a prompt and one of vLLM's completions; `LIVE` for the last token, which never ran."""
+    """The experts (tokens, C) of a prompt and one of vLLM's completions; `BY_ROUTER` for the last token, which never ran."""
     routed = getattr(completion, "routed_experts", None)
     layers, experts = [router.layer for router in routers], [router.experts for router in routers]
     returned, choices = "none", routers[0].choices
@@ -230,7 +230,7 @@ def experts_of(completion: Any, tokens: int, routers: Sequence[Router]) -> torch
             unknown_NR |= (ordered_NRK[..., 1:] == ordered_NRK[..., :-1]).any(-1)
             if not unknown_NR.any():
                 dtype = max(routers, key=lambda router: router.experts).dtype
-                return torch.nn.functional.pad(experts_NRK.flatten(1).to(dtype), (0, 0, 0, 1), value=LIVE)
+                return torch.nn.functional.pad(experts_NRK.flatten(1).to(dtype), (0, 0, 0, 1), value=BY_ROUTER)
             returned = f"{experts_NRK[unknown_NR][0].tolist()} as a choice of different experts out of {max(experts)},"
     raise RolloutError(
         "routing_replay=True: vLLM was asked for the experts of every token but the last "

@@ -23,7 +23,7 @@ from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
-from ..runtime.attributes import assigned
+from ..runtime.attributes import temporarily_set
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process, uneven_collectives
 from .batch import MODEL_LOGPS, ROW
@@ -112,7 +112,7 @@ class RolloutWorker:
         """The model writes, tools answer, until no transcript wants a turn."""
         sampling, transcripts = local.settings.sampling, local.transcripts
         if sampling.hooks.rollout is not None and transcripts:
-            with assigned(self, in_progress=local):
+            with temporarily_set(self, in_progress=local):
                 take_rollout(local, sampling.hooks.rollout([transcript.prompt for transcript in transcripts]))
         else:
             self.tokenize(transcripts, sampling)

@@ -34,7 +34,7 @@ from ..rollouts.ahead import describe_lag
 from ..rollouts.keyed import most_kept
 from ..rollouts.settings import truncating_filters
 from ..rollouts.source import Rollouts
-from ..runtime.attributes import assigned
+from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import from_main_process, shards_parameters
 from ..runtime.determinism import environment
 from ..runtime.out_of_memory import MicroBatchLimits, device_kind
@@ -335,7 +335,7 @@ class RunKeeper(TrainerCallback):
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
         evaluates = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
-        with self.watch.listening(), assigned(self.args, eval_on_start=evaluates):
+        with self.watch.listening(), temporarily_set(self.args, eval_on_start=evaluates):
             if self.args.should_save:
                 config = getattr(self.view.policy, "config", None)
                 about = {
@@ -378,7 +378,10 @@ class RunKeeper(TrainerCallback):
             states["conditions"] = self._conditions()
         fingerprint = self.fingerprint | self.optimizer.identity() if self.args.should_save else {}
         folder = folders.writing_folder(final.parent, self._owner)
-        with writing_checkpoint(self.view, folder, final, states, fingerprint), assigned(self, writing_to=str(folder)):
+        with (
+            writing_checkpoint(self.view, folder, final, states, fingerprint),
+            temporarily_set(self, writing_to=str(folder)),
+        ):
             yield
 
     @contextlib.contextmanager

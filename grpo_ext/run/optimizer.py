@@ -13,7 +13,7 @@ from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 
 from ..errors import ModelError
-from ..runtime.attributes import assigned
+from ..runtime.attributes import temporarily_set
 from ..view import TrainerView
 from .fingerprint import plain
 
@@ -85,7 +85,7 @@ class RunOptimizer:
             load()
             return
         starts = [dict(group) for group in self.view.optimizer.param_groups]
-        with assigned(self.view.lr_scheduler, load_state_dict=lambda state: None):
+        with temporarily_set(self.view.lr_scheduler, load_state_dict=lambda state: None):
             load()
         for group, start in zip(self.view.optimizer.param_groups, starts, strict=True):
             group.update(start)

@@ -24,8 +24,8 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import CheckpointError, ProcessError
-from ..runtime.attributes import assigned
-from ..runtime.collectives import together, without_long_waits
+from ..runtime.attributes import temporarily_set
+from ..runtime.collectives import raise_on_all, without_long_waits
 from ..view import TrainerView
 from .checkpoint import publish, rotate, write_listing
 from .fingerprint import FINGERPRINT
@@ -117,7 +117,7 @@ def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkp
 def _failing_together(explain: Callable[[str], str]) -> Iterator[None]:
     """An error inside on one process is a CheckpointError on all, so that none waits in a later collective."""
     try:
-        with together("a checkpoint"):
+        with raise_on_all("a checkpoint"):
             yield
     except CheckpointError:
         raise
@@ -146,7 +146,7 @@ def writing_checkpoint(
 
     # transformers looks for the best checkpoint in the folder it writes to, and this one does not hold it; `_complete`
     # saves the state
-    with assigned(state, best_global_step=None, save_to_json=lambda path: None), _failing_together(explain):
+    with temporarily_set(state, best_global_step=None, save_to_json=lambda path: None), _failing_together(explain):
         yield
     best_folder = run / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
     if best_folder == final or best_folder.is_dir():

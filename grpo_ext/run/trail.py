@@ -17,7 +17,7 @@ from ..errors import ConfigError
 from ..forward.tiled_log_probs import gathered
 from ..rollouts.join import Round
 from ..rollouts.rounds import ScoredBatch
-from ..runtime.collectives import whole
+from ..runtime.collectives import full_tensor
 from .log import LineFile, json_lines
 
 TRAIL = "trail.jsonl"
@@ -70,7 +70,7 @@ def digests_of(model: torch.nn.Module, here: bool, projects: bool) -> dict[str, 
     found: dict[str, WeightDigest] = {}
     for name, group in layer_groups(trained).items():
         with gathered(trained[name]):
-            values = whole(trained[name].detach())
+            values = full_tensor(trained[name].detach())
             if here:
                 one = found.setdefault(group, WeightDigest() if projects else WeightDigest(projections=None))
                 one.add(name, values)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 @contextmanager
-def assigned(target: Any, **values: Any) -> Iterator[None]:
+def temporarily_set(target: Any, **values: Any) -> Iterator[None]:
     """Inside, attributes of `target` have these values; afterwards they are as before: absent, or of its class."""
     absent, before_here = object(), {*vars(target)}
     before = {name: getattr(target, name, absent) for name in values}
@@ -26,11 +26,11 @@ def assigned(target: Any, **values: Any) -> Iterator[None]:
 
 
 @contextmanager
-def assigned_each(changes: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
-    """`assigned` for several objects, one after the other."""
+def temporarily_set_each(changes: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+    """`temporarily_set` for several objects, one after the other."""
     with ExitStack() as restored:
         for target, values in changes:
-            restored.enter_context(assigned(target, **values))
+            restored.enter_context(temporarily_set(target, **values))
         yield
 
 

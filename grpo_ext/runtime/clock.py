@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .attributes import assigned
+from .attributes import temporarily_set
 
 
 class PhaseClock(TrainerCallback):
@@ -27,7 +27,7 @@ class PhaseClock(TrainerCallback):
 
     def stopped(self) -> AbstractContextManager[None]:
         """Inside, nothing is counted: only phases of training are logged."""
-        return assigned(self, seconds=defaultdict(float))
+        return temporarily_set(self, seconds=defaultdict(float))
 
     def add(self, seconds: dict[str, float]) -> None:
         for name, more in seconds.items():
@@ -40,6 +40,6 @@ class PhaseClock(TrainerCallback):
         """Add the seconds of the optimizer, which are shown with the next step."""
         self.seconds["optimizer"] = time.perf_counter() - self._start
 
-    def take(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, defaultdict(float)
         return seconds

@@ -23,7 +23,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError, GrpoExtError, MemoryShortageError, PrecisionError, ProcessError, RolloutError, quiet
-from .attributes import assigned
+from .attributes import temporarily_set
 from .out_of_memory import StepOutOfMemory, is_out_of_memory
 
 _MAGIC = 0x67727065  # a header begins with it
@@ -89,7 +89,7 @@ def _collectives() -> int:
 
 
 @contextmanager
-def of_ours() -> Iterator[None]:
+def not_of_users() -> Iterator[None]:
     """Inside, collectives are not a user's; see `uneven_collectives`."""
     if _local.get():
         yield
@@ -99,7 +99,7 @@ def of_ours() -> Iterator[None]:
     _Counter.ours = before + _collectives()
 
 
-@of_ours()
+@not_of_users()
 def _meet(place: str, value: int = 0, failure: Exception | None = None) -> list[int]:
     """One value of each process, once all are here; a ProcessError where one is elsewhere, or announces a failure."""
     if _processes() == 1:
@@ -139,7 +139,7 @@ def on_all_processes(error: BaseException) -> bool:
 
 
 @contextmanager
-def together(place: str, sharded: bool = False, again: bool = False) -> Iterator[None]:
+def raise_on_all(place: str, sharded: bool = False, again: bool = False) -> Iterator[None]:
     """An error inside on one process is raised on all, at the end or in the exchange they are in.
 
     Not where a forward is a collective (`sharded`): who waits in one cannot learn of an error. With `again`, memory
@@ -161,13 +161,13 @@ def together(place: str, sharded: bool = False, again: bool = False) -> Iterator
 # ---- Exchanges ------------------------------------------------------------------------------------------------------
 
 
-@of_ours()
+@not_of_users()
 def stack_over_processes(values: torch.Tensor) -> torch.Tensor:
     """Stack tensors of one shape over all processes: (processes, ...)."""
     return values[None] if _local.get() else gather(values[None])
 
 
-@of_ours()
+@not_of_users()
 def gather_lists(items: list[Any]) -> list[Any]:
     """Gather lists of objects that can be pickled, in process order."""
     _meet("an exchange of lists")
@@ -243,12 +243,12 @@ class UsersAccelerator(Accelerator):
 
     def pad_across_processes(self, *args: Any, **kwargs: Any) -> Any:
         self._meet("pad_across_processes")
-        with of_ours():
+        with not_of_users():
             return super().pad_across_processes(*args, **kwargs)
 
     def wait_for_everyone(self) -> None:
         self._meet("wait_for_everyone")
-        with of_ours():
+        with not_of_users():
             super().wait_for_everyone()
 
 
@@ -264,7 +264,7 @@ def uneven_collectives(
         yield
         return
     before = _collectives() - _Counter.ours
-    with assigned(accelerator, empty=empty, refused_in=refused_in):
+    with temporarily_set(accelerator, empty=empty, refused_in=refused_in):
         yield
     if others_refused and _collectives() - _Counter.ours != before:
         raise ConfigError(
@@ -288,7 +288,7 @@ def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:
     return values
 
 
-@of_ours()
+@not_of_users()
 def sum_in_place(tensors: Sequence[torch.Tensor]) -> None:
     _refuse_local()
     _meet("a sum over the processes")
@@ -338,7 +338,7 @@ def from_main_process(accelerator: Accelerator | PartialState, make: Callable[[]
     return value
 
 
-def whole(tensor: Any) -> torch.Tensor:
+def full_tensor(tensor: Any) -> torch.Tensor:
     """A tensor; a collective where FSDP holds a part of it on each process."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

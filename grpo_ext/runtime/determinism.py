@@ -12,7 +12,7 @@ from torch.nn.attention import current_flash_attention_impl
 from transformers.utils.import_utils import is_flash_linear_attention_available
 
 from ..errors import ConfigError
-from .attributes import assigned_each
+from .attributes import temporarily_set_each
 from .collectives import gather_lists
 
 _ALIGNMENT = 64  # bytes; of every tensor that torch allocates on the CPU
@@ -91,5 +91,5 @@ def pinned(threads: int | None) -> Iterator[None]:
         before = torch.are_deterministic_algorithms_enabled()
         restored.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
         torch.use_deterministic_algorithms(True)
-        with assigned_each(switches):
+        with temporarily_set_each(switches):
             yield

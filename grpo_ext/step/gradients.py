@@ -25,7 +25,7 @@ from accelerate.utils import DistributedType
 from ..errors import ConfigError
 from ..precision.fixed_point import FixedPointSum, check_terms
 from ..runtime import collectives
-from ..runtime.attributes import assigned
+from ..runtime.attributes import temporarily_set
 
 _PREPARED = "_is_accelerate_prepared"  # Accelerate's mark
 
@@ -104,7 +104,7 @@ class NativeGradients:
         """Run the hooks of users once, on the gradient of the step; what the main process computes counts."""
         accelerator, scaler, hooked = self.accelerator, self.accelerator.scaler, list[torch.Tensor]()
         scale = 1.0 if scaler is None else scaler.get_scale()
-        with collectives.together("hooks on gradients"), torch.no_grad():
+        with collectives.raise_on_all("hooks on gradients"), torch.no_grad():
             for name, parameter in self.parameters.items():
                 if (gradient := parameter.grad) is None or name not in self._hooked:
                     continue
@@ -209,13 +209,13 @@ def accumulating(
         # more than `count`, so that no backward synchronises; a power of two divides exactly
         steps = scale = 1 << count.bit_length()
     accelerator.step = 0
-    accumulation = assigned(accelerator, gradient_accumulation_steps=steps)
+    accumulation = temporarily_set(accelerator, gradient_accumulation_steps=steps)
 
     def backward(loss: torch.Tensor, contributes: bool) -> None:
         run = functools.partial(accelerator.backward, loss * scale, **options)
         run() if gradients is None else gradients.backward(run, contributes)
 
-    with collectives.together("the end of the micro-batches", meets, again=True), accumulation, collecting:
+    with collectives.raise_on_all("the end of the micro-batches", meets, again=True), accumulation, collecting:
         yield backward
     if gradients is not None:
         gradients.finish(count)

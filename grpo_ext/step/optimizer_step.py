@@ -25,9 +25,9 @@ from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
 from ..precision.non_finite import explanation, first_module
 from ..rollouts.batch import RolloutBatch
-from ..runtime.attributes import assigned
+from ..runtime.attributes import temporarily_set
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import gather_lists, max_over_processes, together, uneven_collectives
+from ..runtime.collectives import gather_lists, max_over_processes, raise_on_all, uneven_collectives
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
 from ..view import TrainerView
 from .gradients import FixedPointGradients, NativeGradients, refuse_gradient_hooks
@@ -73,9 +73,9 @@ class Attempt:
         fillers = "a process may repeat micro-batches with weight zero, to run as many as the others"
         refused = fillers if self.settings.equal_counts and not sharded else None
         uneven = uneven_collectives(forwards.accelerator, self._adds_nothing, others_refused=refused)
-        phase, known = self.clock.phase("train"), assigned(self.planner, running=self)
+        phase, known = self.clock.phase("train"), temporarily_set(self.planner, running=self)
         try:
-            with phase, forwards.in_form_of(self.model), together("a step", meets, again=True), known, uneven:
+            with phase, forwards.in_form_of(self.model), raise_on_all("a step", meets, again=True), known, uneven:
                 yield
         except RuntimeError as error:
             if meets and is_out_of_memory(error):
@@ -135,7 +135,7 @@ class Attempt:
             cause = explanation(forwards.accelerator.unwrap_model(self.model), modules, forwards.args.fp16)
             raise PrecisionError(f"the loss of step {self.number} is {loss}: {cause}.")
         if self.record is not None:
-            self.record.take(self)
+            self.record.fill_from(self)
 
     def run_again(self, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
         """Run the same step, perhaps cut differently, in the same form."""
@@ -190,7 +190,7 @@ class Attempt:
                     accelerator.backward(loss)
             first_by_row.extend((micro_batch.part.rows[0], name) for name in names[:1])
 
-        with assigned(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
+        with temporarily_set(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
             self.run_again(parts, look)
         return dict(sorted(dict(gather_lists(first_by_row)).items()))  # of processes that share a row, the last one's
 

@@ -14,7 +14,7 @@ from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
 from ..rollouts.batch import SAMPLER_LOGPS, TEACHER_LOGPS, RolloutBatch
-from ..runtime.collectives import gather_lists, whole
+from ..runtime.collectives import full_tensor, gather_lists
 from .inputs import LossInputs
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class StepRecord:
             for row, of_row in zip(rows, lists, strict=True):
                 self.tokens.setdefault(row, {}).setdefault(name, of_row)  # the first: the step's own forward
 
-    def take(self, attempt: "Attempt") -> None:
+    def fill_from(self, attempt: "Attempt") -> None:
         """Record gradients, which the parameters hold, and the completions that add nothing to the step."""
         forwards, accelerator, self.rollout = attempt.forwards, attempt.forwards.accelerator, attempt.rollout
         policy, scale = accelerator.unwrap_model(attempt.model), 1.0
@@ -72,7 +72,7 @@ class StepRecord:
         parameters = {name: p for name, p in policy.named_parameters() if p.grad is not None}
         squares: dict[str, float] = {}
         for name, parameter in parameters.items():
-            gradient, layer = whole(parameter.grad), layer_of(name)
+            gradient, layer = full_tensor(parameter.grad), layer_of(name)
             squares[layer] = squares.get(layer, 0.0) + _dot(gradient, gradient)
         self.layers = {layer: square**0.5 / scale for layer, square in squares.items()}
         others = sorted({*range(len(attempt.rollout))} - {*attempt.plan.rows})

@@ -255,7 +255,7 @@ def failing_sum(folder: Path) -> None:
 
 def failing_alone(folder: Path, run: Callable[[], None]) -> None:
     """The second process fails where the other waits in `run`."""
-    with exchange.together("the end"):
+    with exchange.raise_on_all("the end"):
         if RANK == 1:
             raise KeyError("a fault")
         run()

@@ -98,7 +98,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     "forward/shared_prefix.py": [
         ('"window_size_left": part.window - 1', '"window_size_left": part.window', f"{VARLEN} {PACKED}")
     ],
-    "forward/routing.py": [("known_NK = recorded_NK != LIVE", "known_NK = recorded_NK > LIVE + 1", ROUTING)],
+    "forward/routing.py": [("known_NK = recorded_NK != BY_ROUTER", "known_NK = recorded_NK > BY_ROUTER + 1", ROUTING)],
     "forward/rows.py": [
         ("attended[:, :width].cumsum(1) > 0", "attended[:, :width].cumsum(1) > 1", f"{PACKED} -k layout")
     ],

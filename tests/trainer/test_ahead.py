@@ -122,7 +122,7 @@ def test_an_adapter_shares_the_weights_that_are_not_trained(tmp_path):
         assert own is not copied
         assert own.data_ptr() == copied.data_ptr(), name  # until weights are put in place
         assert not copied.requires_grad
-    weights = snapshot.take({"global_step": 0})
+    weights = snapshot.copy_weights({"global_step": 0})
     assert set(weights.policy) == {name for name, p in live.named_parameters() if p.requires_grad}
     snapshot.put_in_place(weights)
     for (name, own), copied in pairs:

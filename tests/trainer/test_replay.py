@@ -11,7 +11,7 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
-from grpo_ext.forward.routing import LIVE
+from grpo_ext.forward.routing import BY_ROUTER
 from grpo_ext.rollouts.batch import EXPERTS
 from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
 from tests.support.beside_trl import log_probs_of
@@ -204,8 +204,8 @@ def test_experts_are_recorded_however_completions_are_sampled(tmp_path, recorded
     for row_NC, expected_NC in zip(rows, recorded, strict=True):
         if settings != {"mask_truncated_completions": True}:  # of which one token is kept
             assert torch.equal(row_NC, expected_NC)
-            assert bool((row_NC[-1] == LIVE).all())
-        assert bool((row_NC[:-1] != LIVE).all())
+            assert bool((row_NC[-1] == BY_ROUTER).all())
+        assert bool((row_NC[:-1] != BY_ROUTER).all())
 
 
 def test_a_group_shares_the_experts_of_its_prompt_and_no_other_group_has_them():
@@ -235,9 +235,9 @@ def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):
     for row_NC, prompt, mask in zip(batch[EXPERTS], batch["prompt_ids"], batch["tool_mask"]):
         assert len(row_NC) == len(prompt) + len(mask)
         ended = int(mask.nonzero().max()) if mask.any() else 0  # the last token that the model wrote
-        assert bool((row_NC[: len(prompt) + ended] != LIVE).all())
+        assert bool((row_NC[: len(prompt) + ended] != BY_ROUTER).all())
         if len(mask) < settings["max_completion_length"]:  # else a turn was cut, and its last token had run
-            assert bool((row_NC[len(prompt) + ended :] == LIVE).all())
+            assert bool((row_NC[len(prompt) + ended :] == BY_ROUTER).all())
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_the_update_does_not_depend_on_the_length_of_a_forward(tmp_path, kind):
 
 
 def test_left_alone_the_update_would_depend_on_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "settle_rope", lambda models, longest: None)
+    monkeypatch.setattr(checks, "fix_rope_frequencies", lambda models, longest: None)
     # padded: before its first pack a model is compared in both forms, which notices some of these
     whole, rows = (update(tmp_path, "longrope", size, forward="padded") for size in (16, 1))
     assert error(whole, rows) > DIFFERENT

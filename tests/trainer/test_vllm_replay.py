@@ -13,7 +13,7 @@ import torch
 
 from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.forward.carried import Carried, carrying
-from grpo_ext.forward.routing import LIVE, Routing, install_routers
+from grpo_ext.forward.routing import BY_ROUTER, Routing, install_routers
 from grpo_ext.rollouts.batch import EXPERTS
 from grpo_ext.rollouts.keyed import MOST_KEPT
 from tests.support.colocated import Engine, stand_in
@@ -139,7 +139,7 @@ class RoutedEngine(Engine):
         with torch.no_grad(), carrying(self.policy, Carried(recording)):
             self.policy(torch.tensor([ids[:-1]]))
         experts_NLK = np.zeros((len(ids) - 1, LAYERS, CHOSEN), np.uint8)
-        experts_NLK[:, [0, 2]] = recording.take().view(-1, 2, CHOSEN).numpy()
+        experts_NLK[:, [0, 2]] = recording.pop_experts().view(-1, 2, CHOSEN).numpy()
         output.outputs[0].routed_experts = self.routed_of(experts_NLK)
         self.returned[tuple(ids)] = output.outputs[0].routed_experts
         return output
@@ -191,7 +191,7 @@ def test_the_experts_of_the_engine_are_replayed(tmp_path, routed_engines, monkey
         returned = torch.from_numpy(routed_engines[0].returned[ids][:, [0, 2]].astype(np.int8))
         assert experts_NC.dtype == torch.int8
         assert torch.equal(experts_NC[:-1], returned.flatten(1))
-        assert bool((experts_NC[-1] == LIVE).all())
+        assert bool((experts_NC[-1] == BY_ROUTER).all())
     log = trainer.state.log_history[0]
     assert (log["routing/changed_share"] > 0) == (chosen == "others")
     assert (log["sampling/sampling_logp_difference/mean"] > METRIC) == (chosen == "others")
@@ -205,7 +205,7 @@ def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, routed_engi
     for (ids, experts_NC), mask in zip(rows_of(trainer), trainer.first["tool_mask"], strict=True):
         assert len(experts_NC) == len(ids)
         ended = len(ids) - len(mask) + (int(mask.nonzero().max()) if mask.any() else 0)
-        assert bool((experts_NC[:ended] != LIVE).all())
+        assert bool((experts_NC[:ended] != BY_ROUTER).all())
 
 
 @pytest.mark.parametrize(

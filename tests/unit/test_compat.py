@@ -93,9 +93,9 @@ def test_an_attribute_that_is_missing_where_it_is_needed_is_named(tmp_path, need
 
 @pytest.mark.parametrize("hidden", [True, False])
 def test_no_run_warns_of_the_old_names_that_trl_still_uses(hidden, monkeypatch, tmp_path):
-    """A place that no longer warns needs no `hiding_old_names`."""
+    """A place that no longer warns needs no `hiding_deprecations`."""
     if not hidden:
-        monkeypatch.setattr(compat, "hiding_old_names", contextlib.nullcontext)
+        monkeypatch.setattr(compat, "hiding_deprecations", contextlib.nullcontext)
     settings = config_kwargs(tmp_path, num_generations_eval=2, max_steps=1)
     del settings["gradient_checkpointing"]  # TRL's default is on
     parts, made = (prompts(12), prompts(2), tiny_tokenizer()), {}

@@ -155,7 +155,7 @@ def test_a_model_pads_until_it_is_compared_and_its_copy_runs_as_it_does():
     chosen, model, twin = ForwardChoice(("packed",), torch.device("cpu")), model_of("qwen2"), model_of("qwen2")
     assert (chosen.form(model), chosen.planned(model)) == ("padded", "packed")
     chosen.compare(model, lambda policy: [rows_of(*LONG)])
-    chosen.share(model, twin)
+    chosen.use_form_of(model, twin)
     assert chosen.form(model) == chosen.form(twin) == "packed"
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from grpo_ext.errors import ModelError
 from grpo_ext.forward.forms import in_form, run_rows, why_no_prefix, why_not_packed
-from grpo_ext.forward.routing import LIVE, Routing, install_routers, routers_of
+from grpo_ext.forward.routing import BY_ROUTER, Routing, install_routers, routers_of
 from tests.support.architectures import architecture
 from tests.support.packs import SHAPES, apart, gradient, rows_of, scoring
 from tests.tolerances import DIFFERENT, FLOAT32_SUMS
@@ -25,7 +25,7 @@ def model_of(kind: str) -> Any:
 
 def others(experts_NC: torch.Tensor, number: int) -> torch.Tensor:
     """Other experts for every token, the same ones for equal tokens of equal prompts."""
-    return torch.where(experts_NC == LIVE, experts_NC, (experts_NC + 1) % number)
+    return torch.where(experts_NC == BY_ROUTER, experts_NC, (experts_NC + 1) % number)
 
 
 def experts_in(model: Any) -> int:
@@ -45,7 +45,7 @@ def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
     assert torch.equal(live.logps_S, same.logps_S)
     assert (reference.dtype, int(same.routing.counts()[0])) == (torch.int8, 0)
     swapped = others(reference, experts_in(model))
-    swapped[[stop - 1 for stop in rows.starts_B[1:]]] = LIVE  # the last tokens, which a pack leaves out
+    swapped[[stop - 1 for stop in rows.starts_B[1:]]] = BY_ROUTER  # the last tokens, which a pack leaves out
     swapped = replace(rows, experts_NC=swapped)
     expected, expected_gradient = run_rows("padded", model, swapped), gradient("padded", model, swapped)
     assert apart(live.logps_S, expected.logps_S) > DIFFERENT  # the control
@@ -53,7 +53,7 @@ def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
     shared = sum(tokens for tokens, same in zip(rows.prompts_B[1:], rows.same_prompt) if same)
     for form in forms_of(model):
         recorded = run_rows(form, model, rows, with_router=True, record_experts=True, multiple=4).experts_NC
-        ran_N = recorded[:, 0] != LIVE
+        ran_N = recorded[:, 0] != BY_ROUTER
         assert torch.equal(recorded[ran_N], reference[ran_N]), form
         assert int((~ran_N).sum()) == (0 if form == "padded" else shared)
         replayed = run_rows(form, model, swapped)
@@ -123,7 +123,7 @@ def test_the_load_balancing_loss_counts_the_experts_that_are_used(kind):
     recorded_NC = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
     swapped_NC = others(recorded_NC, number)
     some_NC = swapped_NC.clone()
-    some_NC[[stop - 1 for stop in rows.starts_B[1:]]] = LIVE  # whose experts the routers choose
+    some_NC[[stop - 1 for stop in rows.starts_B[1:]]] = BY_ROUTER  # whose experts the routers choose
     used: list[torch.Tensor] = []
     for name, module in model.named_modules():
         if name.endswith("experts"):
