@@ -134,15 +134,13 @@ class GRPOTrainer(trl.GRPOTrainer):
             )
         self._build(config, args, adapters, reference, teacher_model, surveys)
 
-    def _build(
-        self, config: GRPOConfig, user_args: Any, adapters: Any, reference: Any, teacher: Any, surveys: Any
-    ) -> None:
+    def _build(self, config: GRPOConfig, args: Any, adapters: Any, reference: Any, teacher: Any, surveys: Any) -> None:
         compat.end_event_loop_with(self)
         train_in_float32(self.model, adapters)
         self._view = TrainerView(self, GRPOTrainer)
         self._view.verify()
         use_fixed_models(reference, teacher, self._view, config)
-        parts = Components(self._view, config, user_args)
+        parts = Components(self._view, config, args)
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
         self._step_planner, self._loss_overrides, self._again = parts.step_planner, parts.loss_overrides, parts.again
         self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
@@ -350,11 +348,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         """Sample by this trainer's engine for the rows of `multimodal_fields`, else by TRL's method."""
         if (sampled := self._trl_methods.turn(prompt_ids, images, multimodal_fields)) is not None:
             return sampled
-        return self._turn_of_trl(prompt_ids, images, without_rows(multimodal_fields), num_generations, *args, **kwargs)
-
-    def _turn_of_trl(self, *args: Any, **kwargs: Any) -> Any:
+        given = (prompt_ids, images, without_rows(multimodal_fields), num_generations, *args)
         with without_router_logits(self.model.config):
-            return compat.values_of("_generate_single_turn", super()._generate_single_turn(*args, **kwargs))
+            return compat.values_of("_generate_single_turn", super()._generate_single_turn(*given, **kwargs))
 
     def generate(self, prompts: list[Any]) -> dict[str, Any]:
         """Sample one completion for each prompt, a text or messages, by this trainer's engine and keys, without tools.
@@ -431,8 +427,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             return super()._finalize_training(trial, num_train_samples, start_time, **added)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None, **added: Any) -> None:
-        self._loads_from = resume_from_checkpoint
         with dtypes_kept(self.model):
+            self._loads_from = resume_from_checkpoint
             super()._load_from_checkpoint(resume_from_checkpoint, model, **added)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None, **added: Any) -> None:

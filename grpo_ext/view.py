@@ -33,7 +33,6 @@ _PRIVATE = {
     "entropy_bonus": "_entropy_bonus_enabled",
     "last_entropy": "_last_world_entropy",
     "tokenize_prompts": "_tokenize_prompts",
-    "turn_of_trl": "_turn_of_trl",
     "calculate_rewards": "_calculate_rewards",
     "loss_of": "_loss_of",
     "environment_tools": "_env_tools",
@@ -94,7 +93,6 @@ class TrainerView:
     use_transformers_continuous_batching: bool
     weights_sent_at: int  # the optimizer step whose weights vLLM has; -1: others
     rollout_func: Callable[..., Any] | None
-    turn_of_trl: Callable[..., Any]
     # Chats, tools, environments
     chat_template: str | None
     chat_template_kwargs: dict[str, Any]
@@ -257,6 +255,10 @@ class TrainerView:
     def generating(self) -> AbstractContextManager[Any]:
         """TRL's contexts around transformers' `generate`."""
         return compat.generating(self._trainer)
+
+    def turn_of_trl(self, *args: Any) -> Any:
+        """TRL's `_generate_single_turn`, whatever a user overrides."""
+        return self._ours._generate_single_turn(self._trainer, *args)
 
     def call_rollout_func(self, prompts: list[Any]) -> Any:
         assert self.rollout_func is not None

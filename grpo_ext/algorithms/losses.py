@@ -309,7 +309,7 @@ def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
 
 
 def token_weights(
-    cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts, groups_B: Sequence[int] | None = None
+    cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts, groups_B: Sequence[int] = ()
 ) -> torch.Tensor:
     """The weight of each token in the loss of the step, (B, T), by the aggregation and the step's denominators.
 
@@ -326,8 +326,6 @@ def token_weights(
     if kind == "sequence_sum":
         return mask / completions
     if kind == "prompt_mean":
-        if groups_B is None or not counts.group_tokens:
-            raise ConfigError("loss_aggregation='prompt_mean' needs whole groups; pass on all rows, and their masks.")
         tokens_B = torch.tensor([max(counts.group_tokens[group], 1) for group in groups_B], device=mask.device)
         return mask / tokens_B[:, None] / len(counts.group_tokens)
     follows_trl = cfg.aggregation is None and cfg.loss_type != "bnpo"  # TRL's bnpo counts tokens itself

@@ -29,11 +29,9 @@ from ..runtime.collectives import gather_lists
 
 logger = get_logger(__name__)
 
-# of users' dictionaries: the place of a completion in the step, by which what they pass on is known
-ROW = "grpo_ext_row"
-ROW_IMAGES = "row_images"  # of a model that takes images (`rollouts.images`)
-# columns of this trainer's sampler (`TokenRecord`)
-KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, EXPERTS = "kept_counts", "kept_ids", "sampler_logps", "experts"
+# the place of a completion in the step, in dictionaries for users; the images of a model that takes some
+ROW, ROW_IMAGES = "grpo_ext_row", "row_images"
+KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, EXPERTS = "kept_counts", "kept_ids", "sampler_logps", "experts"  # `TokenRecord`
 _NOT_OF_TRL = (KEPT_COUNTS, KEPT_IDS, EXPERTS)
 TEACHER_LOGPS = "teacher_per_token_logps"  # TRL's dictionary has it too, so that overrides pass it on
 # columns by the model that scores, a field of `worker.Models`

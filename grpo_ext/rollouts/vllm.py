@@ -215,7 +215,7 @@ def mask_record(completion: Any, ids: list[int], logps: list[float | None] | Non
 
 
 def experts_of(completion: Any, tokens: int, routers: Sequence[Router]) -> torch.Tensor:
-    """The experts (tokens, C) of a prompt and one of vLLM's completions; `BY_ROUTER` for the last token, which never ran."""
+    """The experts (tokens, C) of a prompt and one of vLLM's completions; `BY_ROUTER` for the last, which never ran."""
     routed = getattr(completion, "routed_experts", None)
     layers, experts = [router.layer for router in routers], [router.experts for router in routers]
     returned, choices = "none", routers[0].choices

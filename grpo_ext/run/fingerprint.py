@@ -197,11 +197,10 @@ def code_of(functions: Iterable[Any]) -> dict[str, str]:
     """A hash of the code of each tool or environment, without comments and layout; of those whose source is known."""
     codes: dict[str, str] = {}
     for function in functions:
-        with contextlib.suppress(OSError, TypeError, SyntaxError):
-            owner = inspect.unwrap(getattr(function, "__self__", None) or function)
-            source = owner if inspect.isroutine(owner) or inspect.isclass(owner) else type(owner)
-            tree = ast.parse(textwrap.dedent(inspect.getsource(source)))
-            codes[getattr(source, "__name__", "tool")] = digest(ast.dump(tree))
+        with contextlib.suppress(OSError, TypeError, SyntaxError, AttributeError):  # of a partial, or typed in
+            owner = getattr(function, "__self__", None)
+            source = inspect.unwrap(function) if owner is None else type(owner)
+            codes[source.__name__] = digest(ast.dump(ast.parse(textwrap.dedent(inspect.getsource(source)))))
     return codes
 
 

@@ -14,10 +14,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 FILE, FUNCTION = 400, 50
-LARGER = {"trainer.py": 462}  # the override points, which pass on what newer versions of TRL add
+LARGER = {"trainer.py": 465}  # the override points, which pass on what newer versions of TRL add
 DATA = ("py.typed", "tools/*.html", "run/*.md")  # files of the package that are not Python
 STRING = 2_000  # characters of one string in the code; a table is a Python expression
-BOUNDS = {"code tokens": 181_095, "records": 121, "context managers": 52}
+BOUNDS = {"code tokens": 181_986, "records": 119, "context managers": 44}
 
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}

@@ -19,9 +19,7 @@ from grpo_ext.run.log import LOG
 from grpo_ext.run.trail import TRAIL, read_trail
 from grpo_ext.run.trail_comparison import SAME, Comparison
 from grpo_ext.tools.cli import app
-from tests.support import tool_runs
-from tests.support.tiny import letter_reward, own_config, prompts, sparse_reward, tiny_model
-from tests.support.tool_runs import always_calling
+from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model
 from tests.support.trainers import SAVE, make, on, parameters, passing_on
 
 RUN: dict[str, Any] = {"report_to": "none", "max_steps": 6, "logging_steps": 1, "global_batch_size": 16}
@@ -107,16 +105,6 @@ PLANTED: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
     "the learning rate": ({"learning_rate": 2e-3}, "optimizer", 1, "learning_rate is", "learning_rate"),
     "the seed": ({"seed": 9}, "prompts", 1, "row", "seed"),
     "weight decay": ({"weight_decay": 0.5}, "weights", 1, "first in", "weight_decay"),
-    "the order": ({"shuffle_dataset": False}, "prompts", 1, "row", "shuffle_dataset"),
-    "suppressed tokens": (
-        *({"model": own_config(suppress_tokens=[5, 6, 7, 8])}, "completions", 1, "generation"),
-        "generation_config.suppress_tokens",
-    ),
-    "end tokens": ({"model": own_config(eos_token_id=[1, 9])}, "completions", 1, "generation", "end_tokens"),
-    "the rotary base": (
-        *({"model": tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 9.0})}, "completions", 1),
-        *("generation", "model.config.rope_parameters.rope_theta"),
-    ),
     # the weights differ by less than a hundredth of their change before a value does
     "a setting of Adam": ({"adam_beta2": 0.95}, "values", 3, "is", "optimizer has other settings: adam_beta2"),
 }
@@ -130,38 +118,6 @@ def test_a_planted_difference_is_named(tmp_path, base, name):
     assert first_of(found) == (stage, step), found.text
     assert re.search(f"^{stage}: .*{what}", found.text, re.MULTILINE)
     assert meaning in found.meaning
-
-
-def test_what_a_run_is_made_of_besides_settings_is_named(tmp_path):
-    def by_answer(answer, completions, **columns):
-        return [float(len(row) % (1 + len(text))) for row, text in zip(completions, answer)]
-
-    data = prompts(12)
-    other = data.map(lambda row, number: {"answer": row["answer"] + "x" * (number % 3)}, with_indices=True)
-    found = diff(*(run(tmp_path / str(n), reward=by_answer, train_dataset=d) for n, d in enumerate((data, other))))
-    assert first_of(found) == ("rewards", 1)
-    assert found.meaning == "The completions are the same. The cause: data.by_column.answer."
-
-    def count(number: int) -> str:
-        """
-        Count.
-
-        Args:
-            number: any
-        """
-        return str(number % 5)
-
-    runs = {name: always_calling() | {"tools": [tool]} for name, tool in (("one", tool_runs.count), ("two", count))}
-    runs["again"] = runs["one"]
-    folders = [run(tmp_path / name, **parts) for name, parts in runs.items()]
-    found = diff(*folders[:2])
-    assert found.first is not None
-    assert "tool_code.count" in found.meaning, found.text
-    assert diff(folders[0], folders[2]).verdict == "same bits"
-    half = run(tmp_path / "half", bf16=True)
-    found = diff(run(tmp_path / "single"), half)
-    assert found.first is not None
-    assert "bf16" in found.meaning, found.text
 
 
 def test_what_no_setting_explains_is_named_before_a_guess(tmp_path, base):

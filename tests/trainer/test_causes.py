@@ -1,0 +1,66 @@
+"""The cause that `grpo-ext diff` names: a setting, or another part of what a run is made of."""
+
+from typing import Any
+
+import pytest
+
+from grpo_ext.run.diff import diff
+from tests.support import tool_runs
+from tests.support.tiny import own_config, prompts, tiny_model
+from tests.support.tool_runs import always_calling
+from tests.trainer.test_trail import base as base
+from tests.trainer.test_trail import first_of, run
+
+CAUSES: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
+    "the order": ({"shuffle_dataset": False}, "prompts", 1, "row", "shuffle_dataset"),
+    "suppressed tokens": (
+        *({"model": own_config(suppress_tokens=[5, 6, 7, 8])}, "completions", 1, "generation"),
+        "generation_config.suppress_tokens",
+    ),
+    "end tokens": ({"model": own_config(eos_token_id=[1, 9])}, "completions", 1, "generation", "end_tokens"),
+    "the rotary base": (
+        *({"model": tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 9.0})}, "completions", 1),
+        *("generation", "model.config.rope_parameters.rope_theta"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_is_named(tmp_path, base, name):
+    changes, stage, step, what, meaning = CAUSES[name]
+    found = diff(base, run(tmp_path / "run", **changes))
+    assert first_of(found) == (stage, step), found.text
+    assert what in found.text
+    assert meaning in found.meaning
+
+
+def test_what_a_run_is_made_of_besides_settings_is_named(tmp_path):
+    def by_answer(answer, completions, **columns):
+        return [float(len(row) % (1 + len(text))) for row, text in zip(completions, answer)]
+
+    data = prompts(12)
+    other = data.map(lambda row, number: {"answer": row["answer"] + "x" * (number % 3)}, with_indices=True)
+    found = diff(*(run(tmp_path / str(n), reward=by_answer, train_dataset=d) for n, d in enumerate((data, other))))
+    assert first_of(found) == ("rewards", 1)
+    assert found.meaning == "The completions are the same. The cause: data.by_column.answer."
+
+    def count(number: int) -> str:
+        """
+        Count.
+
+        Args:
+            number: any
+        """
+        return str(number % 5)
+
+    runs = {name: always_calling() | {"tools": [tool]} for name, tool in (("one", tool_runs.count), ("two", count))}
+    runs["again"] = runs["one"]
+    folders = [run(tmp_path / name, **parts) for name, parts in runs.items()]
+    found = diff(*folders[:2])
+    assert found.first is not None
+    assert "tool_code.count" in found.meaning, found.text
+    assert diff(folders[0], folders[2]).verdict == "same bits"
+    half = run(tmp_path / "half", bf16=True)
+    found = diff(run(tmp_path / "single"), half)
+    assert found.first is not None
+    assert "bf16" in found.meaning, found.text
