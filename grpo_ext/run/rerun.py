@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..rollouts.batch import ROW
 from ..rollouts.join import digest_of
 from ..rollouts.source import Rollouts
-from ..runtime.attributes import temporarily_set
+from ..runtime.attributes import temporarily_set_each
 from ..runtime.collectives import from_main_process, gather_lists
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
@@ -103,14 +103,12 @@ class StepAgain:
         }
         allowed = [*(view.args.allow_changed_on_resume or ()), "stopped_early"]
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(temporarily_set(view.args, **here, allow_changed_on_resume=allowed))
-                if self.keeper.user_args is not None:
-                    stack.enter_context(temporarily_set(self.keeper.user_args, output_dir=str(folder)))
-                rewards = None if call_rewards else self._known_rewards(run.trail)
-                stack.enter_context(view.only_training(rewards))
-                ending = _Ending(step, self.planner, record)
-                stack.enter_context(temporarily_set(view.callback_handler, callbacks=[*kept, ending]))
+            rewards = None if call_rewards else self._known_rewards(run.trail)
+            changes: list[tuple[Any, dict[str, Any]]] = [(view.args, {**here, "allow_changed_on_resume": allowed})]
+            changes += [(view.callback_handler, {"callbacks": [*kept, _Ending(step, self.planner, record)]})]
+            if self.keeper.user_args is not None:
+                changes.append((self.keeper.user_args, {"output_dir": str(folder)}))
+            with temporarily_set_each(changes), view.only_training(rewards):
                 train(resume_from_checkpoint=checkpoint)
             record.gather()
             return from_main_process(accelerator, lambda: self._end(run, folder, range(first, step + 1), record))
