@@ -51,11 +51,8 @@ class TrlMethods:
 
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         """`_calculate_rewards` of this process's rows: (B, F) of all processes, in global order."""
-        settings, columns, stands_in = (
-            self.rollouts.settings_now(),
-            _columns_of(inputs),
-            any(ROW in row for row in inputs),
-        )
+        settings, columns = self.rollouts.settings_now(), _columns_of(inputs)
+        stands_in = any(ROW in row for row in inputs)
         given = ([], [], [], []) if stands_in else (inputs, prompts, completions, ids)
         environments = [] if stands_in else self.view.environments
         rewards_BF, calls = self.worker.compute_rewards(settings, given, environments, columns)

@@ -85,6 +85,8 @@ class Attempt:
             self.shortage = str(shortage)
             if self.gradients is not None:
                 self.gradients.discard()
+        finally:
+            self.current = None
 
     def measure(self, model: Any) -> None:
         """Count the step, and measure what its loss needs, before any gradient."""
