@@ -50,7 +50,8 @@ class Survey:
 
     def larger_than(self, size: int) -> list[tuple[int, Any]]:
         """Number and prompt of the rows whose prompts have more bytes."""
-        return [(row, self.dataset[row]["prompt"]) for row, known in enumerate(self.sizes) if known > size]
+        rows = [row for row, known in enumerate(self.sizes) if known > size]
+        return [(row, prompt) for row, (prompt, _) in zip(rows, _prompts(self.dataset.select(rows)), strict=True)]
 
 
 def check_prompts(dataset: Any, split: str) -> Survey | None:

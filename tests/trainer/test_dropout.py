@@ -270,7 +270,7 @@ class OtherColumns(GRPOTrainer):
         return super().compute_loss(model, {**inputs, **copies}, *args, **kwargs)
 
 
-@pytest.mark.parametrize("cls", [OtherTensors, OtherColumns])
+@pytest.mark.parametrize("cls", [OtherTensors, OtherColumns, OtherOrder])
 def test_losses_of_users_have_the_masks_of_their_tokens(tmp_path, cls):
     runs = [{}, {"cls": cls}, {"cls": cls, "per_device_train_batch_size": 3}]
     plain, own, cut = (update(tmp_path, max_steps=1, **run, **lora())[0] for run in runs)
