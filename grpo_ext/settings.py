@@ -1,4 +1,4 @@
-"""One table of settings: what each decides, when it is read, how a resume compares it, and which values it takes.
+"""One table of settings: what each decides, when it is read, how a resume compares it, and the range of its values.
 
 Rows name every field of GRPOConfig, TRL's and transformers' too, and what a run is made of besides (data, model).
 Checks, the fingerprint of a run, the causes of a difference, refused changes and the documents follow from it. Imports
@@ -48,10 +48,10 @@ class Row(NamedTuple):
     resume: str = FREE
     # "keeps": may change within a rollout batch. "unlike_trl": stock TRL would learn something else. "planned",
     # "copied", "engine": a callback may not change it, because steps, the generation_config, or engines are built with
-    # it. "truncates": leaves out tokens. "limit": limits ratios. "size": another name of a size. "once": not passed on
-    # to a rerun. "part": a part of the fingerprint beside the settings
+    # it. "to_vllm": an attribute of TRL's `VLLMGeneration`. "truncates": leaves out tokens. "limit": limits ratios.
+    # "size": another name of a size. "once": not passed on to a rerun. "part": of the fingerprint, beside the settings
     marks: str = ""
-    rule: Rule = Rule()
+    rule: Rule | None = None
 
 
 _SECONDS = Rule("seconds, more than 0, or None for no limit", lambda v: 0 < v <= TIMEOUT_MAX, none=True)
@@ -78,20 +78,22 @@ TABLE = (
     Row("dynamic_sampling", "completions", "rollout", ALWAYS, "unlike_trl"),
     Row("dynamic_sampling_max_rounds", "completions", "rollout", ALWAYS, rule=Rule(least=1)),
     Row("rollout_lag", "completions loss", resume=ALWAYS, marks="unlike_trl"),
-    Row("sampling_mask", "loss", resume=ALWAYS, marks="unlike_trl"),
+    Row("sampling_mask", "completions loss", resume=ALWAYS, marks="unlike_trl"),
     Row("routing_replay", "loss", resume=ALWAYS, marks="unlike_trl", rule=_SWITCH),
     Row("teacher_model", "loss", marks="unlike_trl"),
     Row("teacher_model_init_kwargs", "loss"),
     Row("teacher_kl_coef", "loss", "args", ALWAYS, "unlike_trl keeps", _COEF),
     Row("bitwise_invariant", "completions loss", resume=ALWAYS),
-    Row("canonical_unit_size forward float32_weight_gradients skip_zero_contribution", "loss", resume=BITWISE),
+    Row("canonical_unit_size forward float32_weight_gradients", "loss", resume=BITWISE),
+    Row("skip_zero_contribution", "loss", "args", BITWISE),
     Row("compact_rollouts", "completions", resume=BITWISE),
     Row("bitwise_threads", "completions loss", resume=BITWISE, rule=Rule(least=1)),
     Row("eval_pass_threshold", "advantages", "rollout", rule=Rule("a finite number", math.isfinite, none=True)),
     # ---- This package: how it runs
     Row("micro_batch_tokens", "layout", rule=Rule(least=2, none=True)),
     Row("sequence_parallel_size", "layout", marks="once"),
-    Row("reward_timeout tool_timeout", "rewards", rule=_SECONDS),
+    Row("reward_timeout", "rewards", rule=_SECONDS),
+    Row("tool_timeout", "completions", "rollout", rule=_SECONDS),
     Row("reward_retries reward_workers", "layout", rule=Rule(least=0)),
     Row("reward_on_failure", "rewards"),
     Row("vllm_seeds vllm_lora vllm_check", "completions"),
@@ -101,18 +103,19 @@ TABLE = (
     Row("shuffle_dataset", "prompts", resume=ALWAYS),
     Row("chat_template_kwargs", "prompts", "rollout", ALWAYS),
     Row("max_completion_length", "completions loss", "rollout", ALWAYS),
-    Row("temperature", "completions loss", resume=ALWAYS, marks="copied", rule=_POSITIVE),
-    Row("top_k", "completions", resume=ALWAYS, marks="copied truncates"),
-    Row("top_p", "completions", resume=ALWAYS, marks="copied truncates", rule=_TOP_P),
-    Row("min_p", "completions", resume=ALWAYS, marks="copied truncates"),
-    Row("repetition_penalty", "completions", resume=ALWAYS, marks="copied", rule=_POSITIVE),
+    Row("temperature", "completions loss", resume=ALWAYS, marks="copied to_vllm", rule=_POSITIVE),
+    Row("top_k", "completions", resume=ALWAYS, marks="copied to_vllm truncates"),
+    Row("top_p", "completions", resume=ALWAYS, marks="copied to_vllm truncates", rule=_TOP_P),
+    Row("min_p", "completions", resume=ALWAYS, marks="copied to_vllm truncates"),
+    Row("repetition_penalty", "completions", resume=ALWAYS, marks="copied to_vllm", rule=_POSITIVE),
     Row("generation_kwargs max_tool_calling_iterations", "completions", "rollout", ALWAYS),
     Row("mask_truncated_completions", "completions loss", "rollout", ALWAYS),
     Row("use_vllm", "completions", resume=ALWAYS, marks="engine"),
     Row("vllm_mode use_transformers_continuous_batching", "completions", marks="engine"),
     Row("transformers_continuous_batching_config use_transformers_paged", "completions", resume=ALWAYS),
     Row("pad_to_multiple_of", "layout", marks="engine"),
-    Row("vllm_structured_outputs_regex vllm_model_impl", "completions"),
+    Row("vllm_structured_outputs_regex", "completions", resume=ALWAYS),
+    Row("vllm_model_impl", "completions"),
     # ---- TRL: advantages and loss
     Row("reward_weights scale_rewards multi_objective_aggregation", "advantages", "rollout", ALWAYS),
     Row("vllm_importance_sampling_correction vllm_importance_sampling_mode", "loss", "rollout", ALWAYS),
@@ -127,8 +130,8 @@ TABLE = (
     Row("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "loss", "args", ALWAYS),
     Row("top_entropy_quantile", "loss", "loss", ALWAYS, rule=_QUANTILE),
     Row("entropy_coef router_aux_loss_coef", "loss", "loss", ALWAYS),
-    Row("use_adaptive_entropy entropy_target", "loss", resume=ALWAYS),
-    Row("entropy_coef_min entropy_coef_max entropy_coef_delta", "loss", resume=ALWAYS),
+    Row("use_adaptive_entropy", "loss", "loss", ALWAYS),
+    Row("entropy_target entropy_coef_min entropy_coef_max entropy_coef_delta", "loss", "args", ALWAYS),
     Row("sync_ref_model ref_model_mixup_alpha ref_model_sync_steps disable_dropout", "loss", resume=ALWAYS),
     Row("cast_lm_head_to_fp32", "completions loss", resume=ALWAYS),
     # ---- TRL: the rest
@@ -139,7 +142,7 @@ TABLE = (
     Row("dataloader_drop_last", "prompts", resume=ALWAYS, marks="keeps"),
     Row("bf16 fp16 full_determinism", "completions loss", resume=ALWAYS, marks="keeps"),
     Row("neftune_noise_alpha", "loss", resume=ALWAYS, marks="keeps"),
-    Row("max_grad_norm optim optim_args", "optimizer", resume=ALWAYS, marks="keeps"),
+    Row("max_grad_norm optim optim_args optim_target_modules", "optimizer", resume=ALWAYS, marks="keeps"),
     Row("weight_decay adam_beta1 adam_beta2 adam_epsilon", "optimizer", resume=STATE, marks="keeps"),
     Row("learning_rate", "schedule", resume=STATE, marks="keeps"),
     Row("num_train_epochs max_steps warmup_steps", "schedule", resume=ALWAYS, marks="keeps"),
@@ -157,13 +160,13 @@ TABLE = (
         "use_liger_kernel liger_kernel_config use_cpu deepspeed fsdp fsdp_config activation_checkpointing "
         "activation_checkpointing_kwargs accelerator_config parallelism_config ddp_backend ddp_broadcast_buffers "
         "ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout auto_find_batch_size "
-        "torch_empty_cache_steps local_rank optim_target_modules dataloader_num_workers "
+        "torch_empty_cache_steps local_rank dataloader_num_workers "
         "dataloader_persistent_workers dataloader_pin_memory dataloader_in_order dataloader_prefetch_factor "
-        "dataloader_multiprocessing_context remove_unused_columns",
+        "dataloader_multiprocessing_context remove_unused_columns allow_split_dependent",
         "layout",
     ),
     Row(
-        "trail eval_pass_reward allow_changed_on_resume allow_split_dependent log_completions log_multimodal "
+        "trail eval_pass_reward allow_changed_on_resume log_completions log_multimodal "
         "num_completions_to_print log_unique_prompts log_completions_hub_repo run_name project log_level "
         "log_level_replica log_on_each_node logging_first_step disable_tqdm logging_nan_inf_filter logging_steps "
         "logging_strategy include_num_input_tokens_seen debug trackio_bucket_id trackio_space_id "
@@ -222,15 +225,15 @@ def resumes(name: str) -> str:
     return ALWAYS if row is None else row.resume
 
 
-def compared(name: str, bitwise: bool) -> bool:
+def compared_by_value(name: str, bitwise: bool) -> bool:
     """Whether a resume compares a setting by its value."""
     return resumes(name) in ((ALWAYS, STATE, BITWISE) if bitwise else (ALWAYS, STATE))
 
 
-def check_values(settings: Mapping[str, Any]) -> None:
+def check_ranges(settings: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a value that a setting does not take."""
     for name, row in _BY_NAME.items():
-        if name in settings and row.rule != Rule():
+        if row.rule is not None and name in settings:
             row.rule.check(name, settings[name])
     least = -1 if settings["use_vllm"] else 0  # which mean all tokens
     takes = f"a whole number, {least} or more"
@@ -310,6 +313,7 @@ EXCLUDED = {
     "sampling_mask": {
         "own_sampling": "{own_sampling} (it returns no kept tokens)",
         "own_log_probs": "{own_log_probs} (it gets padded tensors, without the kept tokens)",
+        "outside_masks": "{outside_masks}",
         "foreign": "{foreign} (sampling that is not by key returns no kept tokens)",
         "vllm_settings": "{vllm_settings} (vLLM returns no masks that describe it)",
         "server_filters": "{server_filters} on a vLLM server (TRL's client returns no masks)",
@@ -336,13 +340,12 @@ EXCLUDED = {
 
 
 def refuse_excluded(
-    setting: str, shown: str, facts: Mapping[str, Any], remedy: str = "Turn one of the two off.", others: Any = ()
+    setting: str, shown: str, facts: Mapping[str, Any], remedy: str = "Turn one of the two off."
 ) -> None:
     """Raise a ConfigError where facts exclude a setting, which the error shows as `shown`.
 
-    Facts are values by name; one that is absent excludes nothing. `others`: further texts, and whether each applies.
+    Facts are values by name; one that is absent excludes nothing.
     """
     texts = [text.format_map(facts) for fact, text in EXCLUDED[setting].items() if facts.get(fact)]
-    texts += [text for text, applies in dict(others).items() if applies]
     if texts:
         raise ConfigError(f"{shown} cannot be combined with {'; '.join(texts)}. {remedy}")

@@ -23,8 +23,7 @@ from .batching.sizes import require_whole
 from .compat import WORKS
 from .errors import ConfigError, UnknownSettingError, did_you_mean
 from .runtime.tracebacks import hide_frames
-from .settings import check_values as check_ranges
-from .settings import refuse_excluded, row_of
+from .settings import check_ranges, refuse_excluded, row_of
 
 _SETTINGS = dataclasses.fields(trl.GRPOConfig)  # as it is now: a script may put this package's in its place
 

@@ -43,7 +43,6 @@ _ABSENT: dict[str, tuple[Any, str]] = {
     "vllm_generation": (None, "use_vllm"),
     "_last_loaded_step": (-1, "use_vllm"),
     "async_loop": (None, "_has_async_funcs"),
-    "environments": (None, "environment_factories"),
     "_env_tools": ({}, "environment_factories"),
     "_environment_pool": ({}, "environment_factories"),
 }
@@ -102,7 +101,6 @@ class TrainerView:
     environment_factories: dict[str | None, Any] | None
     environment_tools: dict[str | None, Any]  # of each environment, by its name
     environment_pools: dict[str | None, list[Any]]  # environments to use again
-    environments: list[Any] | None  # of the completions that were sampled last
     async_loop: Any  # of asynchronous tools and reward functions
     max_tool_calling_iterations: int
     # Rewards and advantages

@@ -87,8 +87,9 @@ def check_replay(view: TrainerView) -> None:
             "own_log_probs": scoring,
         }
         facts["foreign"] = None if keyed else why_not_by_key(view)
+        facts["outside_masks"] = "; ".join(text for text, applies in outside_masks(view).items() if applies)
         remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
-        refuse_excluded("sampling_mask", "sampling_mask='replay'", facts, remedy, outside_masks(view))
+        refuse_excluded("sampling_mask", "sampling_mask='replay'", facts, remedy)
     if view.args.replay.experts:
         plugin = getattr(view.accelerator.state, "fsdp_plugin", None)
         facts = {

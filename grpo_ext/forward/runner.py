@@ -199,8 +199,8 @@ class ForwardRunner:
         """Scores of this process's part of a rollout batch, (S,), and recorded experts as in `LogProbs.experts_NC`."""
         if (override := self.override()) is not None:
             ids, mask, width = rows.padded(self.multiple)
-            size = {"batch_size": limits.completions}
-            logps_BT, _, _ = self._by_user(override, model, (ids, mask), width, rows.images, {}, **size)
+            given: Any = override, model, (ids, mask), width, rows.images, limits, {}
+            logps_BT, _, _ = self._by_user(*given, batch_size=limits.completions)
             return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B, strict=True)]), None
         # members run the rows of all of them together, and each keeps its own
         shares = [rows] if self.group is None else gather_in_group(rows, self.group.handle, self.group.size)
@@ -219,10 +219,11 @@ class ForwardRunner:
         """Scores in the layout and on the device of the padded `columns`; `alone`: not of a sequence-parallel group."""
         mask_BT = columns["completion_mask"]
         if (override := self.override()) is not None:
-            images, asked = images_among(columns), {"compute_entropy": True, "compute_aux_loss": with_router}
             ids_and_mask, width = padded_ids_and_mask(columns), mask_BT.size(1)
             logps, entropies, aux_loss = self._by_user(
-                override, model, ids_and_mask, width, rows.images, images, **asked
+                *(override, model, ids_and_mask, width, rows.images, None, images_among(columns)),
+                compute_entropy=True,
+                compute_aux_loss=with_router,
             )
             return MicroBatchScores(logps, entropies, getattr(aux_loss, "grpo_ext_router", None))
         output = self._forward(model, rows, with_router=with_router, group=None if alone else self.group)
@@ -299,14 +300,18 @@ class ForwardRunner:
         padded_2BL: tuple[torch.Tensor, torch.Tensor],
         width: int,
         images: RowImages | None,
+        limits: ForwardLimits | None,
         given: Mapping[str, Any],
         **options: Any,
     ) -> TrlLogProbs:
-        """What a user's override returns for padded ids and mask; `given` are the images of TRL's dictionary."""
+        """What a user's override returns for padded ids and mask; `given` are the images of TRL's dictionary.
+
+        TRL's method, which it may call, finds the images, and the limits of a rollout, with the ids.
+        """
         ids, mask = to_device(padded_2BL, self.accelerator.device)
         if images is not None:
             given = given or to_device(images.as_trl(ids), self.accelerator.device)
-            ids.grpo_ext_images = images
+        ids.grpo_ext_known = (images, limits)
         logps, entropies, aux_loss = override(model, ids, mask, width, **options, **given)
         return logps, entropies, aux_loss
 
@@ -343,6 +348,6 @@ def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.
     return ids, mask
 
 
-def row_images_of(ids_BL: torch.Tensor) -> RowImages | None:
-    """The images of padded ids that were made here; None for tensors of the user's own."""
-    return getattr(ids_BL, "grpo_ext_images", None)
+def known_of(ids_BL: torch.Tensor) -> tuple[RowImages | None, ForwardLimits | None]:
+    """The images of padded ids that were made here, and the limits of a rollout; neither of tensors of a user's own."""
+    return getattr(ids_BL, "grpo_ext_known", (None, None))

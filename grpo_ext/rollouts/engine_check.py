@@ -18,7 +18,7 @@ from .batch import RolloutBatch
 # sampling parameters of vLLM that do not change the distribution
 NEUTRAL = {
     *("seed", "n", "max_tokens", "logprobs", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", *named("copied")),
+    *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", *named("to_vllm")),
 }
 _UNIT_ROUNDOFF = 2.0**-8  # of bfloat16
 _SPREAD = 8.0  # nats: the range in which the logits of likely tokens lie
@@ -43,7 +43,7 @@ def surplus_of(generation: Any, logprobs_mode: str) -> float | None:
     `generation` is TRL's `VLLMGeneration`, for its settings.
     """
     further = generation.generation_kwargs or {}
-    setting = {name: getattr(generation, name) for name in named("copied")} | dict(further)
+    setting = {name: getattr(generation, name) for name in named("to_vllm")} | dict(further)
     if logprobs_mode == "raw_logprobs":
         return 0.0 if generation.temperature == 1.0 else None
     penalised = setting["repetition_penalty"] != 1.0 or generation.structured_outputs_regex is not None

@@ -33,7 +33,7 @@ from ..runtime.collectives import (
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..view import TrainerView
 from .ahead import Job, RolloutsAhead, build_ahead
-from .batch import ROW, RolloutBatch, batch_state, saved_batch
+from .batch import RolloutBatch, batch_state, saved_batch
 from .engine_check import EngineCheck
 from .equal_shares import why_equal
 from .images import ImageSource
@@ -74,7 +74,9 @@ class Rollouts:
     # called for each rollout batch: the first step that trains on it, and the step whose weights sampled it
     note: Callable[[int, int, ScoredBatch], None]
     current: CurrentBatch | None = field(default=None, init=False)
-    scoring: Scoring | None = field(default=None, init=False)  # a user's override that runs
+    # what a user's `_generate_and_score_completions`, or `_calculate_rewards`, is called for while it runs
+    scoring: Scoring | None = field(default=None, init=False)
+    rewarding: LocalRollout | None = field(default=None, init=False)
     ahead: RolloutsAhead | None = field(default=None, init=False)  # None without `rollout_lag`, and outside of training
     # rollout batches that a checkpoint names: their first steps, and the weights that sample them
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
@@ -248,12 +250,10 @@ class Rollouts:
         self, local: LocalRollout, calculate: Callable[..., Any], completions: int
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """What the user's `_calculate_rewards` returns for the completions of all processes, and the calls in it."""
-        rows, *others = reward_columns(local.transcripts)
-        if local.request.stands_in:
-            rows = [{**row, ROW: -1} for row in rows]  # of no completion
-        phase = self.worker.clock.phase("rewards")
-        with raise_on_all("_calculate_rewards"), self._for_users(local.request), phase:
-            rewards_BF = calculate(rows, *others)
+        phase, running = self.worker.clock.phase("rewards"), temporarily_set(self, rewarding=local)
+        with running, raise_on_all("_calculate_rewards"), self._for_users(local.request), phase:
+            local.reward_calls = []
+            rewards_BF = calculate(*reward_columns(local.transcripts))
             shape = tuple(rewards_BF.shape) if isinstance(rewards_BF, torch.Tensor) else type(rewards_BF).__name__
             if shape != (wanted := (completions, len(local.settings.rewards.functions.names))):
                 raise RewardError(
@@ -261,7 +261,7 @@ class Rollouts:
                     "row for each completion of all processes and a column for each reward function. Change values of "
                     "what super() returns, not its shape; a further reward belongs in reward_funcs."
                 )
-            return rewards_BF.cpu(), gather_lists(logged_elsewhere(local))
+            return rewards_BF.cpu(), [*local.reward_calls, *gather_lists(logged_elsewhere(local))]
 
     def _for_users(self, request: RolloutRequest) -> AbstractContextManager[None]:
         """Inside, code of a user runs, and its collectives leave out stand-in rows."""

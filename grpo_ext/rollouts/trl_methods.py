@@ -1,8 +1,7 @@
 """TRL's sampling methods, and `generate`, for users who call them: most call TRL's by `super()` in an override.
 
-Each is a function of its arguments: the rows of a turn are in its `multimodal_fields`, stand-in rows of rewards are
-marked. A call of `score` or `generate` in a rollout batch belongs to it; any other is a rollout of its own, with random
-numbers of its own. Called by the trainer.
+The rows of a turn are in its `multimodal_fields`. A call of the others while the user's code runs for a rollout batch
+belongs to it; any other is a rollout of its own, with random numbers of its own. Called by the trainer.
 """
 
 import itertools
@@ -51,16 +50,23 @@ class TrlMethods:
 
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         """`_calculate_rewards` of this process's rows: (B, F) of all processes, in global order."""
-        settings, columns = self.rollouts.settings_now(), _columns_of(inputs)
-        stands_in = any(ROW in row for row in inputs)
-        given = ([], [], [], []) if stands_in else (inputs, prompts, completions, ids)
-        environments = [] if stands_in else self.view.environments
-        rewards_BF, calls = self.worker.compute_rewards(settings, given, environments, columns)
-        for name, numbers in metrics_of(calls).items():  # logged where TRL's methods do
-            settings.rewards.pending_metrics.setdefault(name, []).extend(numbers)
-        for name, values in columns_of(calls, len(given[0])).items():
-            settings.rewards.pending_columns.setdefault(name, []).extend(values)
-        return torch.cat(gather_lists([rewards_BF])).to(self.view.accelerator.device)
+        columns, rewarding = _columns_of(inputs), self.rollouts.rewarding
+        if rewarding is None:  # called by other code of the user, which logs where TRL's methods do
+            settings = self.rollouts.settings_now()
+            local = LocalRollout(self._own_request(len(inputs), settings.sampling.num_generations), settings)
+        else:
+            local = rewarding
+        given = ([], [], [], []) if local.request.stands_in else (inputs, prompts, completions, ids)
+        rewards_BF, calls = self.worker.compute_rewards(local, given, columns)
+        shares = gather_lists([(rewards_BF, calls)])
+        if rewarding is not None:
+            rewarding.reward_calls = [call for _, part in shares for call in part]
+        else:
+            for name, numbers in metrics_of(calls).items():
+                local.settings.rewards.pending_metrics.setdefault(name, []).extend(numbers)
+            for name, values in columns_of(calls, len(given[0])).items():
+                local.settings.rewards.pending_columns.setdefault(name, []).extend(values)
+        return torch.cat([rewards for rewards, _ in shares]).to(self.view.accelerator.device)
 
     def generate(self, prompts: Sequence[Any]) -> dict[str, Any]:
         """One turn of the model for each prompt of this process, as a `rollout_func` may return it.

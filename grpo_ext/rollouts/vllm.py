@@ -36,7 +36,7 @@ from .keyed import most_kept, truncating
 from .transcript import Sampled, TokenRecord, Transcript, images_shown
 
 _BITS = (1 << 62) - 1  # of a server's signed 64-bit seed, to which the index of a completion is added
-SENT = (*(name for name in named("copied") if name != "min_p"), "logprobs", "structured_outputs_regex")
+SENT = (*(name for name in named("to_vllm") if name != "min_p"), "logprobs", "structured_outputs_regex")
 # settings that leave tokens out too: masks describe them, but vLLM returns masks only with a `top_k`
 _LEAVE_OUT = {"min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "vllm_structured_outputs_regex"}
 _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived

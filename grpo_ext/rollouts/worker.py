@@ -238,44 +238,37 @@ class RolloutWorker:
         if local.settings.sampling.hooks.rewards:
             return
         with self.clock.phase("rewards"):
-            rows, request = local.real_transcripts, local.request
-            environments = [t.environment for t in rows if t.environment is not None]
-            given = local.settings, reward_columns(rows), environments, request.columns
-            local.rewards_BF, calls = self.compute_rewards(*given, local.first)
+            given = reward_columns(local.real_transcripts)
+            local.rewards_BF, calls = self.compute_rewards(local, given, local.request.columns)
             local.reward_calls = [*calls, *logged_elsewhere(local)]
             if self.settings.sharded and not local.real_transcripts:  # reward models may be sharded too
                 filler = RewardRows([{}], [""], [""], [[]])
                 self.rewards.join_remaining_forwards(local.settings.rewards.functions, filler)
 
     def compute_rewards(
-        self,
-        settings: RolloutSettings,
-        given: tuple[list[Any], list[Any], list[Any], list[Any]],
-        environments: Sequence[Any] | None,
-        names: Sequence[str],
-        first: int = 0,
+        self, local: LocalRollout, given: tuple[list[Any], list[Any], list[Any], list[Any]], names: Sequence[str]
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """Rewards (B, F) of what `reward_columns` returns, which a user's `_calculate_rewards` may have changed.
 
-        `names` and `first` are those of `RewardRows`.
+        `names` are those of the columns, as in `RewardRows`.
         """
         inputs, prompts, completions, completion_ids = given
-        rewards = settings.rewards
+        settings = local.settings.rewards
         rows = RewardRows(
             inputs=inputs,
             prompts=prompts,
             completions=completions,
             completion_ids=completion_ids,
-            environments=list(environments or ()) or None,
+            environments=[t.environment for t in local.real_transcripts if t.environment is not None] or None,
             retired=self.retired,
-            first=first,
-            chunk=settings.sampling.sizes.chunk,
-            state=rewards.state,
-            log_extra=rewards.log_extra,
+            first=local.first,
+            chunk=local.settings.sampling.sizes.chunk,
+            state=settings.state,
+            log_extra=settings.log_extra,
             names=names,
         )
         with self.rewards.profile("_calculate_rewards"):
-            return self.rewards.compute(rewards.functions, rows)
+            return self.rewards.compute(settings.functions, rows)
 
 
 def _prompt_name(transcript: Transcript) -> Hashable:

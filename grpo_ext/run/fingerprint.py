@@ -31,7 +31,7 @@ from ..config import GRPOConfig
 from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
 from ..forward.architecture import base_model_of
 from ..runtime.collectives import shards_parameters
-from ..settings import NOTED, STATE, compared, resumes
+from ..settings import NOTED, STATE, compared_by_value, resumes
 from ..view import TrainerView
 from .checkpoint import explaining_format
 
@@ -81,7 +81,7 @@ def plain(value: Any, without: Collection[str] = ()) -> Any:
 
 def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     """The settings that a resume compares (the table of settings), and those of a user's own."""
-    names = [f.name for f in dataclasses.fields(args) if compared(f.name, args.bitwise_invariant)]
+    names = [f.name for f in dataclasses.fields(args) if compared_by_value(f.name, args.bitwise_invariant)]
     values = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
     if args.advantage_estimator and takes_keyword(args.advantage_estimator, THRESHOLD):  # elsewhere of evaluations only
         values[THRESHOLD] = args.eval_pass_threshold
@@ -251,7 +251,8 @@ def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
     parts = {f"{name}.{part}": value for name in whole for part, value in (whole[name] or {}).items()}
     known = {name: value for name, value in parts.items() if value is not None}
     stream = {"data": None if whole["data"] is None else "rows"} if "data" in fingerprint else {}
-    return {**fingerprint, **known, **fingerprint["settings"], "model": None, "settings": None, **stream}
+    # a field of a user's own may have the name of a part
+    return {**fingerprint["settings"], **fingerprint, **known, "model": None, "settings": None, **stream}
 
 
 def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:

@@ -24,16 +24,16 @@ from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback,
 
 from ..compat import SyncRefModelCallback
 from ..errors import ConfigError
-from ..rollouts.batch import ROW
 from ..rollouts.join import digest_of
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set_each
 from ..runtime.collectives import from_main_process, gather_lists
+from ..settings import NOTED, resumes
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
 from .checkpoint import checkpoints, why_not_resumable
-from .diff import RunOnDisk, changes, compare_runs, listed, read_run
+from .diff import Changes, RunOnDisk, changes, compare_runs, listed, read_run
 from .fingerprint import fingerprint_of
 from .keeper import RunKeeper
 from .log import LOG, LineFile, read_log
@@ -145,7 +145,7 @@ class StepAgain:
 
         fingerprint = json.loads(json.dumps(fingerprint_of(view, self.keeper.geometry)))
         settings = dataclasses.replace(run, start=fingerprint).settings
-        if changed := changes(made_by(step).settings, settings):
+        if changed := _refused(made_by(step).settings, settings):
             raise ConfigError(f"this is not the run of {source}, so its steps would be others: {listed(changed)}.")
         names = itertools.chain([f"step-{step}"], (f"step-{step}-{number}" for number in itertools.count(2)))
         folder = next(path for name in names if not (path := source / RERUNS / name).exists())
@@ -158,7 +158,7 @@ class StepAgain:
                 start, checkpoint = number, str(folder / path.name)
                 break
         for number in range(start + 1, step):
-            if changed := changes(made_by(number).settings, settings):
+            if changed := _refused(made_by(number).settings, settings):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise ConfigError(
                     f"step {step} of {source} {_CANNOT}: no checkpoint lies between it and step {number}, which the "
@@ -182,7 +182,8 @@ class StepAgain:
         view, calculate, calls = self.view, self.view.calculate_rewards, Counter[int]()
 
         def rewards(inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
-            real = [] if any(ROW in row for row in inputs) else ids
+            local = self.rollouts.rewarding
+            real = [] if local is not None and local.request.stands_in else ids
             found = gather_lists([(digest_of(row, 1), digest_of(row, 0)) for row in real])  # 0: it is masked out
             step = view.state.global_step + 1
             rounds = trail.rollouts.get(step, {}).get("rounds", ())[calls[step] :][:1]
@@ -262,6 +263,10 @@ class _Ending(TrainerCallback):
             self.planner.record, self.record.moved = None, True
             self.record.forward_again()
             control.should_training_stop = True
+
+
+def _refused(made: dict[str, Any], now: dict[str, Any]) -> Changes:
+    return [change for change in changes(made, now) if resumes(change[0]) != NOTED]
 
 
 def _named(steps: range) -> str:

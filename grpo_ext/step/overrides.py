@@ -19,8 +19,9 @@ from ..errors import ConfigError
 from ..forward.architecture import experts_per_token
 from ..forward.images import RowImages
 from ..forward.rows import TokenRows
-from ..forward.runner import ForwardLimits, TrlLogProbs, padded_ids_and_mask, row_images_of
+from ..forward.runner import ForwardLimits, TrlLogProbs, known_of, padded_ids_and_mask
 from ..rollouts.batch import ROW, SAMPLER_LOGPS, Ragged, padded
+from ..runtime.attributes import temporarily_set
 from ..view import TrainerView
 from .inputs import LossInputs
 from .loss import active_tokens, assemble_loss
@@ -51,9 +52,12 @@ class LossOverrides:
         """What a dictionary adds to the loss of the step; outside a step it is a whole step."""
         with_router, attempt = self.view.aux_loss_enabled, self.planner.running
         micro_batch = self._of_own_step(inputs) if attempt is None else self._of_step(attempt, inputs)
-        rows = micro_batch.rows
-        # one process may call this alone outside a step
-        scores = self.planner.forwards.micro_batch_log_probs(model, inputs, rows, with_router, alone=attempt is None)
+        forwards, rows = self.planner.forwards, micro_batch.rows
+        if attempt is None:  # one process may call this alone
+            scores = forwards.micro_batch_log_probs(model, inputs, rows, with_router, alone=True)
+        else:
+            with temporarily_set(attempt, current=micro_batch):  # whose rows a user's log-probabilities are given
+                scores = forwards.micro_batch_log_probs(model, inputs, rows, with_router)
         if attempt is None and (quantile := self.view.top_entropy_quantile) < 1.0:
             measured = MicroBatchStatistics(micro_batch.part, scores.entropies.detach(), loss_mask(inputs))
             set_statistics(micro_batch.step, [measured], quantile)
@@ -74,8 +78,8 @@ class LossOverrides:
 
         None for images that this trainer did not prepare, so that TRL's method serves them.
         """
-        forwards, running, limits = self.planner.forwards, self.planner.running, ForwardLimits(batch_size)
-        rows = TokenRows.of_padded(ids_BL, mask_BL, width, row_images_of(ids_BL))
+        running, (images, limits) = self.planner.running, known_of(ids_BL)
+        rows = TokenRows.of_padded(ids_BL, mask_BL, width, images)
         known = None if running is None or running.current is None else running.current.rows
         if known is not None and rows.same_tokens(known):
             rows = known  # with its images, and what else the step knows of them
@@ -84,9 +88,8 @@ class LossOverrides:
         else:
             name = "_get_per_token_logps_and_entropies"
             self.view.args.replay.refuse_other_tokens(f"{name} was called with other tensors than it was given")
-            if batch_size is not None:  # of a rollout
-                limits = ForwardLimits(batch_size, self.planner.limits.tokens, self.view.group_size)
-        return forwards.trl_log_probs(model, rows, limits, width, with_entropy, with_router)
+        limits = limits or ForwardLimits(batch_size)
+        return self.planner.forwards.trl_log_probs(model, rows, limits, width, with_entropy, with_router)
 
     def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, quantile: float) -> torch.Tensor | None:
         """The tokens above the threshold of the step, for a loss that asks TRL's method; None outside a step."""

@@ -151,6 +151,22 @@ def test_other_rows_masks_and_tokens_are_counted_by_the_step_so_the_split_does_n
     assert error(whole, change(build(tmp_path / "plain", GRPOTrainer, **settings))) > DIFFERENT
 
 
+class BothOverridden(Reversed):
+    """A loss with rows in another order, and log-probabilities that are passed on."""
+
+    def _get_per_token_logps_and_entropies(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+def test_overrides_of_a_loss_and_of_log_probabilities_go_together(tmp_path):
+    """Under dropout, whose masks belong to the rows."""
+    settings = {**FULL, "max_steps": 1, "loss_type": "grpo", "kind": "dropout"}
+    plain, both = (change(build(tmp_path, GRPOTrainer, mixin, 5, **settings)) for mixin in (None, BothOverridden))
+    assert error(plain, both) < UPDATE
+    without = change(build(tmp_path, GRPOTrainer, BothOverridden, 5, **{**settings, "kind": "gpt2"}))
+    assert error(both, without) > DIFFERENT
+
+
 def test_rows_that_come_twice_count_twice(tmp_path):
     settings = {**FULL, "max_steps": 1, "loss_type": "grpo"}
     twice, weighted = (

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,11 +15,13 @@ import trl
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError
-from grpo_ext.settings import EXCLUDED, STAGES, TABLE, decides, named, refuse_excluded, resumes, row_of
+from grpo_ext.settings import EXCLUDED, STAGES, TABLE, decides, named, read_at, refuse_excluded, resumes, row_of
 
 PACKAGE = Path(__file__).parents[2] / "grpo_ext"
 FIELDS = {spec.name for spec in dataclasses.fields(GRPOConfig)}
 ROWS = [name for row in TABLE for name in row.names.split()]
+MARKS = {*("keeps", "unlike_trl", "planned", "copied", "engine", "to_vllm", "truncates", "limit", "size", "once")}
+MARKS |= {"part"}
 MOST = 2  # names of settings in a list elsewhere
 
 
@@ -37,8 +40,27 @@ def test_a_row_says_what_it_knows():
     for row in TABLE:
         assert {*row.decides.split()} <= {*STAGES, "layout", "output"}, row.names
         assert row.read in ("build", "rollout", "loss", "args"), row.names
+        assert {*row.marks.split()} <= MARKS, row.names
+        assert row.resume in ("always", "bitwise", "state", "size", "noted", "free"), row.names
     assert {*named("unlike_trl")} <= FIELDS - known
     assert all(row_of(setting) is not None for setting in EXCLUDED)
+
+
+def test_every_fact_that_excludes_a_setting_is_a_setting_or_made_by_a_check():
+    code = "".join(path.read_text() for path in PACKAGE.rglob("*.py") if path.name != "settings.py")
+    code += (PACKAGE / "checks" / "settings.py").read_text()
+    facts = {fact for facts in EXCLUDED.values() for fact in facts}
+    assert {fact for fact in facts if fact not in FIELDS and f'"{fact}"' not in code} == set()
+
+
+def test_settings_that_are_read_at_each_loss_are_those_of_the_documents():
+    page = (PACKAGE.parent / "docs" / "overrides.md").read_text()
+    [row] = [line for line in page.splitlines() if line.endswith("| read at each loss |")]
+    names = re.findall(r"`([a-z_.]+)`", row)
+    in_args = {name.removeprefix("args.") for name in names if name.startswith("args.")}
+    assert in_args <= {*read_at("args")}
+    on_trainer = {name for name in names if not name.startswith("args.")} - {"max_completion_length", "epsilon_low"}
+    assert on_trainer | {"beta", "epsilon"} == {*read_at("loss")} - {"use_adaptive_entropy"}
 
 
 def test_a_field_of_a_users_own_has_no_row_and_is_compared():

@@ -113,7 +113,7 @@ def test_a_router_that_gives_replayed_experts_no_weight_is_refused():
 
 def test_a_forward_that_leaves_out_its_routers_is_refused():
     with pytest.raises(ModelError, match="without its routers"):
-        Routing().take()
+        Routing().pop_experts()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
