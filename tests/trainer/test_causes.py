@@ -1,5 +1,6 @@
 """The cause that `grpo-ext diff` names: a setting, or another part of what a run is made of."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +9,7 @@ from grpo_ext.run.diff import diff
 from tests.support import tool_runs
 from tests.support.tiny import own_config, prompts, tiny_model
 from tests.support.tool_runs import always_calling
-from tests.trainer.test_trail import base as base
-from tests.trainer.test_trail import first_of, run
+from tests.support.trails import first_of, run
 
 CAUSES: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
     "the order": ({"shuffle_dataset": False}, "prompts", 1, "row", "shuffle_dataset"),
@@ -23,6 +23,11 @@ CAUSES: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
         *("generation", "model.config.rope_parameters.rope_theta"),
     ),
 }
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return run(tmp_path_factory.mktemp("base") / "run")
 
 
 @pytest.mark.parametrize("name", CAUSES)

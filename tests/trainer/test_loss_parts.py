@@ -160,11 +160,15 @@ class BothOverridden(Reversed):
 
 def test_overrides_of_a_loss_and_of_log_probabilities_go_together(tmp_path):
     """Under dropout, whose masks belong to the rows."""
-    settings = {**FULL, "max_steps": 1, "loss_type": "grpo", "kind": "dropout"}
-    plain, both = (change(build(tmp_path, GRPOTrainer, mixin, 5, **settings)) for mixin in (None, BothOverridden))
-    assert error(plain, both) < UPDATE
-    without = change(build(tmp_path, GRPOTrainer, BothOverridden, 5, **{**settings, "kind": "gpt2"}))
-    assert error(both, without) > DIFFERENT
+
+    def learned(mixin: Any, rate: float) -> torch.Tensor:
+        settings = {**FULL, "max_steps": 1, "loss_type": "grpo"}
+        parts = {"model": tiny_model("gpt2", resid_pdrop=rate)}
+        return change(build(tmp_path / "run", GRPOTrainer, mixin, 5, lambda: parts, **settings))
+
+    both = learned(BothOverridden, 0.1)
+    assert error(learned(None, 0.1), both) < UPDATE
+    assert error(both, learned(BothOverridden, 0.0)) > DIFFERENT
 
 
 def test_rows_that_come_twice_count_twice(tmp_path):

@@ -17,18 +17,13 @@ from grpo_ext.run import trail
 from grpo_ext.run.diff import diff
 from grpo_ext.run.log import LOG
 from grpo_ext.run.trail import TRAIL, read_trail
-from grpo_ext.run.trail_comparison import SAME, Comparison
+from grpo_ext.run.trail_comparison import SAME
 from grpo_ext.tools.cli import app
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model
+from tests.support.trails import RUN, first_of, run
 from tests.support.trainers import SAVE, make, on, parameters, passing_on
 
-RUN: dict[str, Any] = {"report_to": "none", "max_steps": 6, "logging_steps": 1, "global_batch_size": 16}
 BITS: dict[str, Any] = {"bitwise_invariant": True}
-
-
-def run(folder: Path, **changes: Any) -> Path:
-    make(folder, **{**RUN, **changes}).train()
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +34,6 @@ def base(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def bits(tmp_path_factory) -> Path:
     return run(tmp_path_factory.mktemp("bits") / "run", **BITS)
-
-
-def first_of(found: Comparison) -> tuple[str, int]:
-    """The stage and the step of the first difference."""
-    assert found.first is not None, found.text
-    return found.first.stage, found.first.step
 
 
 def other_row() -> Any:
