@@ -112,7 +112,7 @@ def _prompts(dataset: Any) -> Iterator[tuple[Any, Any]]:
     """The prompt of each row, and its settings of the template; one pass."""
     names = ["prompt", ROW_KWARGS] if has_settings(dataset) else ["prompt"]
     for block in dataset.select_columns(names).iter(batch_size=1000):
-        yield from zip(block["prompt"], block.get(ROW_KWARGS) or [None] * len(block["prompt"]), strict=True)
+        yield from itertools.zip_longest(block["prompt"], block.get(ROW_KWARGS, ()))
 
 
 def check_kinds(dataset: Any, split: str, chat: Chat, survey: Survey | None) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 def temporarily_set(target: Any, **values: Any) -> Iterator[None]:
     """Inside, attributes of `target` have these values; afterwards they are as before: absent, or of its class."""
     absent, before_here = object(), {*vars(target)}
-    before = {name: getattr(target, name, absent) for name in values}
+    before: dict[str, Any] = {}  # of those that have been set
     try:
         for name, value in values.items():
+            known = getattr(target, name, absent)
             setattr(target, name, value)
+            before[name] = known
         yield
     finally:
         for name, value in before.items():

@@ -1,10 +1,11 @@
 """Rows of different kinds in one data set: each is judged by itself, and what cannot be trained is found at once."""
 
+import collections
 from typing import Any
 
 import pytest
 import transformers
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, arrow_dataset
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import DataError, RolloutError
@@ -167,18 +168,25 @@ def test_prompts_that_are_alike_in_json_alone_are_tokenised_each(tmp_path):
     assert [ids.tolist() for ids in batch["prompt_ids"]] == ([a] * 4 + [b] * 4) * 2
 
 
-def test_a_trainer_reads_the_prompts_once_when_it_is_built(tmp_path, monkeypatch):
-    passes: list[list[str]] = []
-    inner = Dataset.iter
+def test_a_trainer_reads_each_prompt_once_when_it_is_built(tmp_path, monkeypatch):
+    read: collections.Counter[str] = collections.Counter()
+    inner = arrow_dataset.format_table  # through which every row of a data set goes, however it is read
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        passes.append(self.column_names)
-        return inner(self, *args, **kwargs)
+    def counted(table: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = inner(table, *args, **kwargs)
+        read.update(table.column("prompt").to_pylist() if "prompt" in table.column_names else ())
+        return rows
 
-    monkeypatch.setattr(Dataset, "iter", counted)
-    make(tmp_path, eval_dataset=prompts(5))
-    assert passes == [["prompt"]] * 2  # of the training and of the evaluation set
-    passes.clear()
+    monkeypatch.setattr(arrow_dataset, "format_table", counted)
+    data = prompts(40)
+    texts = [*data["prompt"]]
+    looked_at = {texts[row] for row in (0, 13, 26, 39)}  # by the check of images
+    roomy = {"max_position_embeddings": 1024}
+    reads = []
     scaled = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    make(tmp_path / "scaled", tiny_model(rope_parameters=scaled, max_position_embeddings=64))
-    assert passes == [["prompt"]] * 2  # the control: the longest sequence decides the frequencies
+    for changes in (roomy, roomy | {"rope_parameters": scaled}):
+        read.clear()
+        make(tmp_path, tiny_model(**changes), train_dataset=data)
+        assert {*read} == {*texts}
+        reads.append({read[prompt] for prompt in read.keys() - looked_at})
+    assert reads == [{1}, {2}]  # the control: the longest sequence decides the frequencies
