@@ -312,7 +312,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return self._loss_overrides.loss(model, inputs)
 
     def get_high_entropy_mask(self, entropies: Any, mask: Any, threshold: float, **added: Any) -> torch.Tensor:
-        of_step = self._loss_overrides.entropy_mask(entropies, mask, threshold)
+        of_step = (known := vars(self).get("_loss_overrides")) and known.entropy_mask(entropies, mask, threshold)
         return super().get_high_entropy_mask(entropies, mask, threshold, **added) if of_step is None else of_step
 
     def _get_per_token_logps_and_entropies(
