@@ -22,6 +22,7 @@ from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, joint_parts_by_window, packed_attention, plain_attention
+from .columns import ATTENDED, DROPOUT, EXPERTS, KEPT_COUNTS, KEPT_IDS
 from .images import TOKEN_TYPES
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
@@ -98,8 +99,8 @@ def lay_out(
 ) -> FormBatch:
     """Lay completions out in a form, and move them to `device` in one copy.
 
-    The length of a pack, or the widths of prompts and completions, are multiples of `multiple` tokens. `rows.kept_B`
-    refers to `suppressed`. Experts are recorded where `rows` have none to replay. With a `group`, the batch of a pack
+    The length of a pack, or the widths of prompts and completions, are multiples of `multiple` tokens. Kept counts
+    refer to `suppressed`. Experts are recorded where `rows` have none to replay. With a `group`, the batch of a pack
     holds this process's slice. `left`: columns of padding before all prompts, in the prefix and padded forms.
     """
     parts: dict[int | None, list[Part]] = {}
@@ -115,12 +116,12 @@ def lay_out(
         layout = _prefix(policy, rows, with_router, multiple, left)
     else:
         layout = _padded(policy, rows, multiple, left)
-    masks = None if rows.kept_B is None else SamplingMasks.of(rows.kept_B, suppressed, among)
+    counts_S, kept_K, experts_NC, keys_N = (rows.of(name) for name in (KEPT_COUNTS, KEPT_IDS, EXPERTS, DROPOUT))
+    masks = None if counts_S is None or kept_K is None else SamplingMasks.of(counts_S, kept_K, suppressed, among)
     *on_device, source_N = layout
-    experts_NC = rows.experts_NC
     if experts_NC is not None:
         experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=BY_ROUTER)[source_N]  # -1: padding
-    keys_N = None if rows.dropout_N is None else torch.nn.functional.pad(rows.dropout_N, (0, 1))[source_N]
+    keys_N = None if keys_N is None else torch.nn.functional.pad(keys_N, (0, 1))[source_N]
     tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC, share, keys_N
     moved = to_device(tensors, device)
     (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC, share, keys_N = moved
@@ -236,7 +237,8 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int, left
 def _padded(policy: Any, rows: TokenRows, multiple: int, left: int) -> _Layout:
     ids, mask, width = rows.padded(multiple, left)
     images = rows.image_inputs(range(len(rows)), ids)
-    attended = mask if rows.attended_N is None else mask.masked_scatter(mask.bool(), rows.attended_N.to(mask.dtype))
+    attended_N = rows.of(ATTENDED)
+    attended = mask if attended_N is None else mask.masked_scatter(mask.bool(), attended_N.to(mask.dtype))
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attended, **images}
     if (positions := positions_of(policy, ids, mask, images)) is not None:
         inputs["position_ids"] = positions

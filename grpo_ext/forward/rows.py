@@ -7,17 +7,16 @@ N tokens, S completion tokens, T columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import torch
 
 from ..algorithms.keyed_random import token_keys
 from ..batching.sizes import ceil_div
+from .columns import ATTENDED, COLUMNS, DROPOUT, Rows
 from .images import RowImages
-from .routing import BY_ROUTER
-from .sampling_masks import KeptIds
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,10 @@ class TokenRows:
     completions_B: Sequence[int]  # tokens of each; 0 for a completion that is masked out
     same_text: Sequence[bool]  # for each row but the first, whether the text of its prompt is that of the row before
     images: RowImages | None = None  # of the prompts; None for a model that takes none
-    # whether attention sees each token; None: it sees all. As in TRL, a masked token keeps its position and gets no
-    # log-probability, and the next token is predicted from it
-    attended_N: torch.Tensor | None = None
-    kept_B: Sequence[KeptIds] | None = None  # what each completion was sampled from; None: the whole vocabulary
-    experts_NC: torch.Tensor | None = None  # to replay (forward.routing); None: the routers choose
+    # what else is known of the tokens, by name of `forward.columns`; no `attended` where attention sees all. As in TRL,
+    # a masked token keeps its position and gets no log-probability, and the next token is predicted from it
+    columns: Mapping[str, Rows] = field(default_factory=dict)
     group_lengths_B: Sequence[tuple[int, ...]] | None = None  # of all completions of its group; None: of these rows
-    dropout_N: torch.Tensor | None = None  # a key for each token (algorithms.keyed_random); None: without dropout
 
     @classmethod
     def of_padded(
@@ -48,29 +44,40 @@ class TokenRows:
         prompts = input_ids[:, :width].masked_fill(~before, -1)
         same = (prompts[1:] == prompts[:-1]).all(dim=1).tolist()
         real = torch.cat([before, after], dim=1)
+        rows = cls(input_ids[real], before.sum(1).tolist(), after.sum(1).tolist(), same, images)
         attended_N = attended[real]
-        gaps = None if bool(attended_N.all()) else attended_N
-        return cls(input_ids[real], before.sum(1).tolist(), after.sum(1).tolist(), same, images, gaps)
+        return rows if bool(attended_N.all()) else rows.having(ATTENDED, attended_N)
 
     @classmethod
     def joined(cls, parts: Sequence[TokenRows]) -> TokenRows:
-        """The rows of several processes, part after part; without images and gaps. A part may lack a column."""
-        same, kept_B, experts_NC = [same for part in parts for same in (False, *part.same_text)][1:], None, None
-        if any(part.kept_B is not None for part in parts):
-            kept_B = [kept for part in parts for kept in part.kept_B or map(KeptIds.neutral, part.completions_B)]
-        if (known := next((p.experts_NC for p in parts if p.experts_NC is not None), None)) is not None:
-            width = known.size(1)
-            experts_NC = torch.cat(
-                [
-                    known.new_full((len(p.ids_N), width), BY_ROUTER) if p.experts_NC is None else p.experts_NC
-                    for p in parts
-                ]
-            )
+        """The rows of several processes, part after part; without images. A part may lack a column."""
+        same = [same for part in parts for same in (False, *part.same_text)][1:]
+        columns: dict[str, Rows] = {}
+        for name, known in {name: column for part in parts for name, column in part.columns.items()}.items():
+            columns[name] = Rows.joined([part.columns.get(name) or part.neutral(name, known) for part in parts])
         ids_N = torch.cat([part.ids_N for part in parts])
         prompts_B = [n for part in parts for n in part.prompts_B]
         completions_B = [n for part in parts for n in part.completions_B]
         lengths_B = [n for part in parts for n in part.group_lengths_B or [(n,) for n in part.completions_B]]
-        return cls(ids_N, prompts_B, completions_B, same, None, None, kept_B, experts_NC, lengths_B)
+        return cls(ids_N, prompts_B, completions_B, same, None, columns, lengths_B)
+
+    def neutral(self, name: str, like: Rows) -> Rows:
+        """A column that these rows lack."""
+        lengths = self._lengths(name)
+        return Rows(like.values.new_full((sum(lengths), *like.values.shape[1:]), COLUMNS[name].neutral), lengths)
+
+    def having(self, name: str, values: torch.Tensor | None) -> TokenRows:
+        """The same rows with a column; None: without it."""
+        others = {other: column for other, column in self.columns.items() if other != name}
+        return replace(self, columns=others if values is None else others | {name: Rows(values, self._lengths(name))})
+
+    def of(self, name: str) -> torch.Tensor | None:
+        """The values of a column, one row after the other; None without it."""
+        return self.columns[name].values if name in self.columns else None
+
+    def _lengths(self, name: str) -> list[int]:
+        lengths = {"both": list(map(sum, zip(self.prompts_B, self.completions_B, strict=True)))}
+        return (lengths | {"completion": list(self.completions_B), "kept": [0] * len(self)})[COLUMNS[name].extent]
 
     def __len__(self) -> int:
         return len(self.prompts_B)
@@ -85,7 +92,7 @@ class TokenRows:
     @property
     def starts_B(self) -> list[int]:
         """Indices of the first token of each row; the last is the number of all tokens."""
-        return [0, *accumulate(map(sum, zip(self.prompts_B, self.completions_B, strict=True)))]
+        return [0, *accumulate(self._lengths(ATTENDED))]
 
     @property
     def runs_B(self) -> list[int]:
@@ -94,31 +101,32 @@ class TokenRows:
 
     def with_dropout(self, start: int, groups_B: Sequence[int], rows_B: Sequence[int]) -> TokenRows:
         """The same rows, with keys of dropout (`token_keys`)."""
-        keys_N = token_keys(start, groups_B, rows_B, self.prompts_B, self.completions_B)
-        return replace(self, dropout_N=keys_N)
+        return self.having(DROPOUT, token_keys(start, groups_B, rows_B, self.prompts_B, self.completions_B))
 
     def same_tokens(self, other: TokenRows) -> bool:
         """Whether these rows have the tokens of others, and attention sees the same of them."""
         lengths = [[*rows.prompts_B, *rows.completions_B] for rows in (self, other)]
         if lengths[0] != lengths[1] or not torch.equal(self.ids_N, other.ids_N):
             return False
-        one, two = (torch.ones_like(r.ids_N) if r.attended_N is None else r.attended_N for r in (self, other))
+        seen = [rows.of(ATTENDED) for rows in (self, other)]
+        one, two = (torch.ones_like(self.ids_N) if attended is None else attended for attended in seen)
         return torch.equal(one.bool(), two.bool())
 
     def part(self, rows: Sequence[int]) -> TokenRows:
         """Consecutive rows."""
         first, last, starts = rows[0], rows[-1] + 1, self.starts_B
-        lengths = self.prompts_B[first:last], self.completions_B[first:last]
-        images = None if self.images is None else self.images.of(rows)
-        same, tokens = self.same_text[first : last - 1], slice(starts[first], starts[last])
-        attended = None if self.attended_N is None else self.attended_N[tokens]
-        if attended is not None and bool(attended.all()):
-            attended = None
-        kept_B = None if self.kept_B is None else self.kept_B[first:last]
-        experts = None if self.experts_NC is None else self.experts_NC[tokens]
-        whole_B = None if self.group_lengths_B is None else self.group_lengths_B[first:last]
-        keys = None if self.dropout_N is None else self.dropout_N[tokens]
-        return TokenRows(self.ids_N[tokens], *lengths, same, images, attended, kept_B, experts, whole_B, keys)
+        columns = {name: column.select(range(first, last)) for name, column in self.columns.items()}
+        if ATTENDED in columns and bool(columns[ATTENDED].values.all()):
+            del columns[ATTENDED]
+        return TokenRows(
+            self.ids_N[starts[first] : starts[last]],
+            self.prompts_B[first:last],
+            self.completions_B[first:last],
+            self.same_text[first : last - 1],
+            None if self.images is None else self.images.of(rows),
+            columns,
+            None if self.group_lengths_B is None else self.group_lengths_B[first:last],
+        )
 
     def image_inputs(self, rows: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
         return {} if self.images is None else self.images.inputs(rows, ids_BL, pixels)
@@ -126,14 +134,14 @@ class TokenRows:
     def targets(self) -> torch.Tensor:
         """The completion tokens that get log-probabilities, (S,)."""
         tokens = self._of_completions(self.ids_N)
-        return tokens if self.attended_N is None else tokens[self._of_completions(self.attended_N)]
+        return tokens if (attended_N := self.of(ATTENDED)) is None else tokens[self._of_completions(attended_N)]
 
     def places(self) -> torch.Tensor:
         """Row and column of each of the `targets` in TRL's layout, int64 (2, S)."""
         lengths = torch.tensor(list(self.completions_B))
         attended = torch.arange(int(lengths.max())) < lengths[:, None]
-        if self.attended_N is not None:
-            attended = attended.masked_scatter(attended, self._of_completions(self.attended_N))
+        if (attended_N := self.of(ATTENDED)) is not None:
+            attended = attended.masked_scatter(attended, self._of_completions(attended_N))
         return attended.nonzero().T
 
     def _of_completions(self, values_N: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token
 from .choice import ForwardChoice
+from .columns import ATTENDED
 from .draws import drawing_modules, drawn_in, generator_states
 from .dropout import is_keyed, keyed_dropout
 from .forms import in_form, run_rows
@@ -239,7 +240,7 @@ class ForwardRunner:
 
     def _cut(self, model: Any, rows: TokenRows, limits: ForwardLimits) -> list[list[int]]:
         """The rows of each forward; canonical units of a rollout in bitwise mode."""
-        form = self.choice.form(model) if rows.attended_N is None else "padded"
+        form = self.choice.form(model) if ATTENDED not in rows.columns else "padded"
         batching, multiple = self.batching(model, form)
         if limits.group_size is not None and (unit := self.args.unit_rows) is not None:
             sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
@@ -266,10 +267,10 @@ class ForwardRunner:
         form, policy = self.choice.form(model), base_model_of(model)
         # outside `in_form_of`, a backward pass under gradient checkpointing would run the layers again in another form
         again = torch.is_grad_enabled() and checkpoints_layers(policy) and self._in_form is not policy
-        if again or rows.attended_N is not None:
+        if again or ATTENDED in rows.columns:
             form = "padded"
         if options.get("group") is not None:
-            if rows.attended_N is not None:
+            if ATTENDED in rows.columns:
                 raise ConfigError(
                     f"sequence_parallel_size={self.args.sequence_parallel_size}, and a completion_mask that leaves out "
                     "tokens between others, which packs cannot; use tool_mask, or sequence_parallel_size=1."

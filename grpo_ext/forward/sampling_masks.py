@@ -15,20 +15,6 @@ import numpy as np
 import torch
 
 
-class KeptIds(NamedTuple):
-    # number of ids of each token, int32. 0: the whole vocabulary; -m: all but the m-th suppressed set
-    counts_T: torch.Tensor
-    ids_K: torch.Tensor  # int32, token after token
-
-    @classmethod
-    def neutral(cls, tokens: int) -> KeptIds:
-        return cls(torch.zeros(tokens, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
-
-    def first(self, tokens: int) -> KeptIds:
-        counts_T = self.counts_T[:tokens]
-        return KeptIds(counts_T, self.ids_K[: int(counts_T.clamp(min=0).sum())])
-
-
 class SamplingMasks(NamedTuple):
     # where each token's ids begin, and where the last end; in NumPy, so that no tile waits for the device
     bounds: np.ndarray
@@ -39,10 +25,13 @@ class SamplingMasks(NamedTuple):
 
     @classmethod
     def of(
-        cls, kept_B: Sequence[KeptIds], suppressed: Sequence[torch.Tensor], among: torch.Tensor | None = None
+        cls,
+        counts_S: torch.Tensor,  # `kept_counts` of forward.columns
+        ids_K: torch.Tensor,
+        suppressed: Sequence[torch.Tensor],
+        among: torch.Tensor | None = None,
     ) -> SamplingMasks | None:
         """The masks of a batch, or `among` its tokens; None where all were sampled from the whole vocabulary."""
-        counts_S, ids_K = (torch.cat(column) for column in zip(*kept_B, strict=True))
         if among is not None:
             chosen_S = torch.zeros_like(counts_S, dtype=torch.bool).index_fill(0, among, True)
             ids_K, counts_S = ids_K[chosen_S.repeat_interleave(counts_S.clamp(min=0))], counts_S[among]

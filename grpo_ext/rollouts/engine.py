@@ -22,6 +22,7 @@ from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
 from ..forward.architecture import base_model_of, cached_numbers
 from ..forward.carried import Carried, carrying
+from ..forward.columns import EXPERTS, SAMPLER_LOGPS, Rows
 from ..forward.form_check import rounding_unit, text_ids
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..precision.non_finite import explanation, first_module
@@ -29,10 +30,9 @@ from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
 from . import decoding
-from .batch import padded
 from .decoding import RolloutCache, decodes_compactly, unique, without_router_logits
 from .keyed import KeyedChoice, greedy_config, own_generate, sampling_filters, why_not_by_key
-from .transcript import Sampled, Transcript
+from .transcript import Transcript, Turn
 
 _ROOM = 1.25  # the most that a growing cache allocates, relative to what it holds
 _MIXED = 64  # times the rounding of one operation: log-probabilities of a row in two batches differ by at most this
@@ -42,7 +42,7 @@ _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and
 class Engine(Protocol):
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Sampled]:
+    ) -> list[Turn]:
         """New tokens of each transcript, in order; `config` is transformers' for this rollout batch, None with vLLM."""
 
 
@@ -82,9 +82,9 @@ class TransformersEngine:
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Sampled]:
+    ) -> list[Turn]:
         assert config is not None
-        sampled: dict[int, Sampled] = {}
+        sampled: dict[int, Turn] = {}
         policy = self.model()
         # `config` has the stop strings (`settings.sampling_config`)
         without_strings = {} if own_generate(policy) else {"stop_strings": None}
@@ -147,7 +147,7 @@ class TransformersEngine:
         config: GenerationConfig,
         settings: EngineSettings,
         part: Sequence[int],
-    ) -> list[Sampled]:
+    ) -> list[Turn]:
         rows, keyed = [chunk[i] for i in part], why_not_by_key(self.model(), config) is None
         arguments = rows, config, settings, self.images_of(rows), keyed, settings.compact
         try:
@@ -160,12 +160,12 @@ class TransformersEngine:
             raise PrecisionError(f"{error}: {explanation(model, first, settings.fp16)}.") from None
 
 
-def _agree(one: Sampled, other: Sampled, most: float) -> bool:
+def _agree(one: Turn, other: Turn, most: float) -> bool:
     if one.ids != other.ids:
         return False
-    if one.record is None or other.record is None:
+    if SAMPLER_LOGPS not in one.columns or SAMPLER_LOGPS not in other.columns:
         return True
-    return bool((one.record.logps_T - other.record.logps_T).abs().max() <= most)
+    return bool((one.columns[SAMPLER_LOGPS] - other.columns[SAMPLER_LOGPS]).abs().max() <= most)
 
 
 def sample_chunk(
@@ -176,10 +176,10 @@ def sample_chunk(
     images: RowImages | None = None,
     keyed: bool = True,
     compact: bool = False,
-) -> list[Sampled]:
+) -> list[Turn]:
     """New tokens of each row, by one call of the model's `generate`.
 
-    Sampled by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
+    Turn by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
     finished rows leave the batch (rollouts.decoding).
     """
     prompts = [row.all_ids for row in rows]
@@ -206,18 +206,20 @@ def sample_chunk(
     if len(rows_B) != len(rows):
         raise RolloutError(f"generate returned {len(rows_B)} rows for {len(rows)} prompts; each prompt needs one.")
     if recorder is None:
-        return [Sampled(ids, ended=ended) for ids, ended in rows_B]
+        return [Turn(ids, ended=ended) for ids, ended in rows_B]
     lengths = [len(ids) for ids, _ in rows_B]
-    experts_B = recorder.experts(contexts, numbers, lengths) if recorder.routing is not None else [None] * len(rows)
-    columns = zip(rows_B, recorder.records(lengths), experts_B, strict=True)
-    return [Sampled(ids, None, record, experts, ended) for (ids, ended), record, experts in columns]
+    columns_B = recorder.columns(lengths)
+    if recorder.routing is not None:
+        for columns, experts_NC in zip(columns_B, recorder.experts(contexts, numbers, lengths), strict=True):
+            columns[EXPERTS] = experts_NC
+    return [Turn(ids, columns, ended) for (ids, ended), columns in zip(rows_B, columns_B, strict=True)]
 
 
 def _model_inputs(prompts: Sequence[Sequence[int]], settings: EngineSettings) -> dict[str, Any]:
-    ids = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
-    input_ids = padded(ids, settings.pad, "left", settings.multiple)
-    attention_mask = padded([torch.ones_like(row) for row in ids], 0, "left", settings.multiple)
-    return {"input_ids": input_ids.to(settings.device), "attention_mask": attention_mask.to(settings.device)}
+    ids = Rows.of(prompts, torch.long)
+    masks = replace(ids, values=torch.ones_like(ids.values))
+    input_ids, mask = ids.padded(settings.pad, "left", settings.multiple), masks.padded(0, "left", settings.multiple)
+    return {"input_ids": input_ids.to(settings.device), "attention_mask": mask.to(settings.device)}
 
 
 def _with_loop(
@@ -247,12 +249,12 @@ class ContinuousBatching:
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Sampled]:
+    ) -> list[Turn]:
         if not transcripts:
             return []
         with _keeping_weights(self.model()):
             ids, _ = self.turn([row.all_ids for row in transcripts], None, {}, sizes.group)
-        return [Sampled(list(row)) for row in ids]
+        return [Turn(list(row)) for row in ids]
 
 
 @contextlib.contextmanager

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..batching.prompt_order import StepRows
 from ..errors import DataError
+from ..forward.columns import ROW_IMAGES
 from ..forward.images import PromptProcessor, RowImages, images_in, messages_of, packed_images, unpacked_images
 from ..runtime.collectives import any_process
-from .batch import ROW_IMAGES, Column
 from .transcript import Transcript
 
 
@@ -29,14 +29,14 @@ class ImageSource:
             return None
         return RowImages(_numbers(transcripts), lambda number: transcripts[number].images, self.prepare)
 
-    def columns_of(self, transcripts: Sequence[Transcript], masked: Sequence[bool]) -> dict[str, Column]:
+    def packed(self, transcripts: Sequence[Transcript], masked: Sequence[bool]) -> list[bytes] | None:
         """The column that `of_batch` reads, if any; `masked` completions keep the images of their prompts only."""
         if self.prepare is None:
-            return {}
+            return None
         shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, masked, strict=True)]
         numbers = _numbers(shown)
         packed = {number: packed_images(shown[number].images) for number in dict.fromkeys(numbers)}
-        return {ROW_IMAGES: [packed[number] for number in numbers]}
+        return [packed[number] for number in numbers]
 
     def of_batch(self, fields: Mapping[str, Any]) -> RowImages | None:
         packed = fields.get(ROW_IMAGES)

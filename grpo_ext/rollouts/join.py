@@ -16,9 +16,25 @@ import torch
 from ..algorithms.digests import digest
 from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
+from ..forward.columns import (
+    ADVANTAGES,
+    COLUMNS,
+    COMPLETION_IDS,
+    EXPERTS,
+    KEPT_COUNTS,
+    KEPT_IDS,
+    KEPT_MASS,
+    OLD_LOGPS,
+    PROMPT_IDS,
+    RATIO,
+    ROW_IMAGES,
+    SAMPLING_LOGPS,
+    TOOL_MASK,
+    Rows,
+)
 from ..rewards.worker import RewardCall
-from ..runtime.collectives import gather_lists, raise_on_all
-from .batch import EXPERTS, KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS, Column, Ragged, RolloutBatch, concatenated
+from ..runtime.collectives import gather_lists, gather_nested, gather_on_main, raise_on_all
+from .batch import RolloutBatch, Values, column_state, concatenated, saved_column
 from .images import ImageSource
 from .local import LocalRollout, RolloutSettings
 from .transcript import Transcript
@@ -28,23 +44,24 @@ from .transcript import Transcript
 class Entry:
     """What is logged of a completion."""
 
-    prompt: Any
-    completion: Any
-    images: Any
     prompt_tokens: int
     tokens: int  # that the model wrote
     truncated: bool
     tool_calls: int
     tool_failures: int
     kept_mass: float  # of all tokens together; NaN where unknown
-    masked_out: str | None  # the digest of a completion that is masked out, of which the batch has one token
+    masked_out: str | None  # the digest of a completion that is masked out, whose tokens the batch does not have
+
+
+# prompt, completion and images of a completion, for the table
+Texts = tuple[Any, Any, Any]
 
 
 @dataclass
 class Share:
     """What one process sends."""
 
-    columns: dict[str, Column]  # empty on a process without completions
+    columns: dict[str, Values]  # empty on a process without completions
     entries: list[Entry]
     rewards_BF: torch.Tensor | None
     reward_calls: list[RewardCall]
@@ -62,28 +79,34 @@ class Round:
     entries: list[Entry]
     reward_calls: list[RewardCall]  # in the order of the completions
     local_rows: range  # which of the rows are this process's
+    texts: Sequence[Texts] = ()  # on the main process, which writes the table
 
     def __len__(self) -> int:
         return len(self.entries)
 
 
-def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> list[Share]:
-    """The shares of all processes; a collective. Where one failed, all raise."""
+def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> tuple[list[Share], list[Texts]]:
+    """The shares of all processes, and on the main one the texts of all; a collective. Where one failed, all raise."""
     with raise_on_all("the exchange of a rollout batch"):
         if local.failure is not None:
             raise local.failure
-        share = _share(local, images, shows_images)
-    return gather_lists([share])
+        share = _share(local, images)
+    texts = [(t.prompt, t.completion, (t.images or None) if shows_images else None) for t in local.real_transcripts]
+    others = gather_lists([replace(share, columns={})])
+    parts = gather_nested({name: column_state(column) for name, column in share.columns.items()})
+    columns = ({name: saved_column(state) for name, state in part.items()} for part in parts)
+    return [replace(part, columns=own) for part, own in zip(others, columns, strict=True)], gather_on_main(texts)
 
 
 def join(
     request: RolloutRequest,
     shares: Sequence[Share],
+    texts: Sequence[Texts],
     settings: RolloutSettings,
     rank: int,
     rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
 ) -> Round:
-    """Join the shares of all processes.
+    """Join the shares of all processes, and on the main one their texts.
 
     `rewards_by_user` are what the user's `_calculate_rewards` returned for all completions, and the calls of reward
     functions in it; None without one.
@@ -100,29 +123,29 @@ def join(
         raise RolloutError(f"there are {len(entries)} completions in groups of {group}; every group has to be whole.")
     batch = RolloutBatch.of_columns(concatenated([share.columns for share in shares if share.columns]), group)
     rule, weights_F = settings.rewards.rule, settings.rewards.weights_F
-    advantages = batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group, batch.loss_masks)
+    advantages = rule.advantages(rewards_BF, weights_F, group, batch.loss_masks)
     return Round(
         request=request,
-        batch=batch,
+        batch=batch.having(ADVANTAGES, advantages),
         rewards_BF=rewards_BF,
         advantages_B=advantages,
         entries=entries,
         reward_calls=sorted(calls, key=lambda call: (call.first, call.number)),
         local_rows=range(starts[rank], starts[rank + 1]),
+        texts=texts,
     )
 
 
-def _share(local: LocalRollout, images: ImageSource, shows_images: bool) -> Share:
+def _share(local: LocalRollout, images: ImageSource) -> Share:
     transcripts = local.real_transcripts
-    columns: dict[str, Column] = {}
+    columns: dict[str, Values] = {}
     masked = local.settings.sampling.masked(transcripts)
     if transcripts:
-        columns = trl_columns(local, transcripts) | images.columns_of(transcripts, masked)
+        columns.update(token_columns(local, transcripts))
+        if (packed := images.packed(transcripts, masked)) is not None:
+            columns[ROW_IMAGES] = packed
     entries = [
         Entry(
-            prompt=transcript.prompt,
-            completion=transcript.completion,
-            images=(transcript.images or None) if shows_images else None,
             prompt_tokens=len(transcript.prompt_ids),
             tokens=sum(transcript.mask),
             truncated=not transcript.ended,
@@ -142,55 +165,54 @@ def digest_of(ids: Sequence[int], mask: int) -> str:
     return digest(row, torch.full_like(row, mask))
 
 
-def trl_columns(local: LocalRollout, transcripts: Sequence[Transcript], with_masked: bool = False) -> dict[str, Column]:
-    """The columns of a rollout batch, except advantages and images, under TRL's names.
+def token_columns(
+    local: LocalRollout, transcripts: Sequence[Transcript], with_masked: bool = False
+) -> dict[str, Rows | torch.Tensor]:
+    """The columns of a rollout batch, except advantages and images.
 
-    With `with_masked` a masked-out completion keeps all its tokens. Otherwise one stays: TRL takes the last T columns
-    by `[:, -T:]`, which are all of them for T = 0.
+    A completion that is masked out has no tokens, unless `with_masked`.
     """
     sampling = local.settings.sampling
     masked = sampling.masked(transcripts)
-    lengths = [1 if out and not with_masked else len(t.ids) for t, out in zip(transcripts, masked, strict=True)]
-    loss_masks = masks = [torch.full((n,), int(not out)) for n, out in zip(lengths, masked, strict=True)]
-    columns: dict[str, Column] = {
-        "prompt_ids": Ragged.of([t.prompt_ids for t in transcripts], torch.long),
-        "prompt_mask": Ragged.of([torch.ones(len(t.prompt_ids), dtype=torch.long) for t in transcripts]),
-        "completion_ids": Ragged.of([t.ids[:n] for t, n in zip(transcripts, lengths, strict=True)], torch.long),
-        "completion_mask": Ragged.of(masks),
+    lengths = [0 if out and not with_masked else len(t.ids) for t, out in zip(transcripts, masked, strict=True)]
+
+    def rows(name: str, values: Sequence[Any]) -> Rows:
+        return Rows.of([row[:n] for row, n in zip(values, lengths, strict=True)], COLUMNS[name].dtype)
+
+    columns: dict[str, Rows | torch.Tensor] = {
+        PROMPT_IDS: Rows.of([t.prompt_ids for t in transcripts], COLUMNS[PROMPT_IDS].dtype),
+        COMPLETION_IDS: rows(COMPLETION_IDS, [t.ids for t in transcripts]),
     }
     if local.has_mask:
-        loss_masks = [torch.tensor(t.mask[:n]) * mask for t, n, mask in zip(transcripts, lengths, masks, strict=True)]
-        columns["tool_mask"] = Ragged.of(loss_masks)
-    if all(t.record is not None for t in transcripts):
-        records = [t.record.first(n) for t, n in zip(transcripts, lengths, strict=True) if t.record is not None]
-        columns[SAMPLER_LOGPS] = Ragged.of([record.logps_T for record in records])
-        if sampling.replay.masks:
-            columns[KEPT_COUNTS] = Ragged.of([record.counts_T for record in records])
-            columns[KEPT_IDS] = Ragged.of([record.ids_K for record in records])
-    elif sampling.replay.masks and not local.request.stands_in:
+        columns[TOOL_MASK] = rows(TOOL_MASK, [t.mask for t in transcripts])
+    columns |= _recorded(local, transcripts, lengths)
+    for name, logps in local.logps.items():
+        # none of the tokens of a completion that is masked out
+        columns[name] = rows(name, [row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])
+    if (rule := local.settings.logprobs.ratios) is not None and OLD_LOGPS in columns and SAMPLING_LOGPS in columns:
+        masks = columns.get(TOOL_MASK, [torch.ones(n) for n in lengths])
+        ratios = [rule.ratios(*row) for row in zip(columns[OLD_LOGPS], columns[SAMPLING_LOGPS], masks, strict=True)]
+        columns[RATIO] = torch.stack(ratios) if rule.of_sequences else Rows.of(ratios)
+    return columns
+
+
+def _recorded(local: LocalRollout, transcripts: Sequence[Transcript], lengths: Sequence[int]) -> dict[str, Rows]:
+    """What was recorded of all transcripts while they were sampled, of so many tokens each."""
+    replay, columns = local.settings.sampling.replay, dict[str, Rows]()
+    parts = [transcript.first(n) for transcript, n in zip(transcripts, lengths, strict=True)]
+    wanted = {KEPT_COUNTS: replay.masks, KEPT_IDS: replay.masks, EXPERTS: replay.experts}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        if COLUMNS[name].sent and wanted.get(name, True) and all(name in part for part in parts):
+            columns[name] = Rows.of([part[name] for part in parts])
+    if replay.masks and KEPT_COUNTS not in columns and not local.request.stands_in:
         raise RolloutError("sampling_mask='replay': some completions came without the tokens that were kept.")
-    if sampling.replay.experts:
-        experts = [t.experts[: len(t.prompt_ids) + n] for t, n in zip(transcripts, lengths) if t.experts is not None]
-        if len(experts) != len(transcripts):
-            raise RolloutError("routing_replay=True: some completions came without experts.")
-        columns[EXPERTS] = Ragged.of(experts)
-    for name, logps in local.logps.items():  # none of the tokens of a completion that is masked out
-        pairs = zip(logps, lengths, strict=True)
-        columns[name] = Ragged.of([row if len(row) else row.new_zeros(n) for row, n in pairs])
-    if transcripts and transcripts[0].logps is not None:  # NaN where the engine did not report it
-        rows = ([math.nan if value is None else value for value in t.logps or ()] for t in transcripts)
-        columns["sampling_per_token_logps"] = Ragged.of(
-            [torch.tensor(row[:n]) for row, n in zip(rows, lengths, strict=True)]
-        )
-    names = ("old_per_token_logps", "sampling_per_token_logps")
-    if (rule := local.settings.logprobs.ratios) is not None and all(name in columns for name in names):
-        ratios = [rule.ratios(*row) for row in zip(*(columns[name] for name in names), loss_masks, strict=True)]
-        columns["importance_sampling_ratio"] = torch.stack(ratios) if rule.of_sequences else Ragged.of(ratios)
+    if replay.experts and EXPERTS not in columns:
+        raise RolloutError("routing_replay=True: some completions came without experts.")
     return columns
 
 
 def _kept_mass(transcript: Transcript) -> float:
     """The mass that the filters kept, summed over the tokens that the model wrote; NaN where unknown."""
-    if transcript.record is None:
+    if (mass_T := transcript.columns.get(KEPT_MASS)) is None:
         return math.nan
-    return float((transcript.record.mass_T * torch.tensor(transcript.mask)).sum())
+    return float((mass_T * torch.tensor(transcript.mask)).sum())

@@ -18,10 +18,12 @@ from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, complet
 from ..batching.prompt_order import RolloutRequest
 from ..config import NO_REPLAY, Replay
 from ..forward.architecture import base_model_of
+from ..forward.columns import KEPT_COUNTS, KEPT_IDS, KEPT_MASS, SAMPLER_LOGPS, first_tokens
 from ..forward.routing import BY_ROUTER, Routing
 from ..settings import named
-from .transcript import TokenRecord, Transcript
+from .transcript import Transcript
 
+RECORDED = (SAMPLER_LOGPS, KEPT_MASS, KEPT_COUNTS, KEPT_IDS)  # columns of every token
 FILTERS = ("temperature", *named("truncates"), "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # Settings under which a row depends only on its key and its own tokens (tests sample at several widths of padding), and
 # settings that sampling does not read. Any other, and any new one of transformers, may make it depend on more.
@@ -68,7 +70,7 @@ class Recorder(LogitsProcessor):
 
     temperature: float | None = None  # the filters divide scores by it; None: nothing is truncated, so all mass is kept
     bound: int | None = None  # the most ids that a token keeps; None: no ids are recorded
-    kinds: Sequence[int] = (0,)  # without ids: the `counts_T` of the first positions; the last one holds for the rest
+    kinds: Sequence[int] = (0,)  # without ids: the kept counts of the first positions; the last one holds for the rest
     routing: Routing | None = (
         None  # records experts (`forward.carried.carrying` is around the call); None: not recorded
     )
@@ -79,7 +81,7 @@ class Recorder(LogitsProcessor):
     _prompts_NC: torch.Tensor | None = None  # experts of the first forward's tokens
     # row numbers and the columns of `add`; columns that are equal for all rows stay on the CPU, without a launch
     _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    _parts: dict[int, list[TokenRecord]] = field(default_factory=dict)  # of each row, on the host
+    _parts: dict[int, list[dict[str, torch.Tensor]]] = field(default_factory=dict)  # of each row, on the host
     _experts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of each row, on the host
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -136,13 +138,17 @@ class Recorder(LogitsProcessor):
         rows = zip(*(column[order_N].split(lengths) for column in columns), strict=True)
         for row, (probabilities_T, mass_T, counts_T, ids_TK, experts_TC) in enumerate(rows):
             ids_K = ids_TK[torch.arange(ids_TK.size(1)) < counts_T[:, None]]
-            record = TokenRecord(probabilities_T.log().float(), mass_T.float(), counts_T, ids_K)
-            self._parts.setdefault(row, []).append(record)
+            logps_T = probabilities_T.log().float()
+            recorded = {SAMPLER_LOGPS: logps_T, KEPT_MASS: mass_T.float(), KEPT_COUNTS: counts_T, KEPT_IDS: ids_K}
+            self._parts.setdefault(row, []).append(recorded)
             self._experts.setdefault(row, []).append(experts_TC)
 
-    def records(self, lengths: Sequence[int]) -> list[TokenRecord]:
+    def columns(self, lengths: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+        """The columns of the first tokens of each row, but the experts."""
         self._flush()
-        return [TokenRecord.joined(self._parts[row]).first(length) for row, length in enumerate(lengths)]
+        rows = [self._parts[row] for row in range(len(lengths))]
+        whole = [{name: torch.cat([part[name] for part in parts]) for name in RECORDED} for parts in rows]
+        return [first_tokens(columns, 0, length) for columns, length in zip(whole, lengths, strict=True)]
 
     def experts(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
         """The experts (N, C) of the prompt and the first tokens of each row; `BY_ROUTER` for the last, which never ran.

@@ -22,7 +22,7 @@ from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
 from .chat import Chat
 from .tools import Toolbox, TurnLimits
-from .transcript import Sampled, Transcript
+from .transcript import Transcript, Turn
 
 if TYPE_CHECKING:
     from .join import Round
@@ -123,7 +123,7 @@ class LocalRollout:
         default_factory=itertools.count
     )  # numbers the calls of the trainer's `generate`
 
-    def remember_ends(self, rows: Iterable[Transcript | Sampled]) -> None:
+    def remember_ends(self, rows: Iterable[Transcript | Turn]) -> None:
         self.known_ends |= {tuple(row.ids): row.ended for row in rows if row.ended is not None}
 
     def ended(self, ids: Sequence[int]) -> bool:
@@ -150,7 +150,7 @@ class TurnRows:
 
     chunk: list[Transcript]
     sizes: ChunkSizes
-    made: list[Sampled] = field(default_factory=list, init=False)  # by TRL's method
+    made: list[Turn] = field(default_factory=list, init=False)  # by TRL's method
     calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls
 
 

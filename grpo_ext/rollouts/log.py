@@ -42,7 +42,7 @@ class RolloutLog:
                 self._warn_of_truncation(value, sampling)
         for name, value in further.items():
             metrics[name].append(value)
-        for part in rounds:
+        for part in rounds if self.view.accelerator.is_main_process else ():
             _add_to_table(part, settings.rewards.functions.names, self.view.logs)
 
     def _warn_of_truncation(self, kept_mass: float, sampling: SamplingSettings) -> None:
@@ -118,8 +118,9 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
 
 
 def _add_to_table(part: Round, names: Sequence[str], table: dict[str, Any]) -> None:
-    table["prompt"].extend(entry.prompt for entry in part.entries)
-    table["completion"].extend(entry.completion for entry in part.entries)
+    prompts, completions, images = zip(*part.texts, strict=True) if part.texts else ((), (), ())
+    table["prompt"].extend(prompts)
+    table["completion"].extend(completions)
     for name, rewards_B in zip(names, part.rewards_BF.unbind(1), strict=True):
         table["rewards"][name].extend(rewards_B.tolist())
     table["advantages"].extend(part.advantages_B.tolist())
@@ -127,6 +128,5 @@ def _add_to_table(part: Round, names: Sequence[str], table: dict[str, Any]) -> N
     for name in dict.fromkeys([*extra, *columns]):  # every column stays as long as that of the prompts
         extra[name].extend(columns.get(name, [None] * len(part)))
         extra[name].extendleft([None] * (len(table["prompt"]) - len(extra[name])))
-    images = [entry.images for entry in part.entries]
     if any(images) or table["images"]:
         table["images"].extend(images)

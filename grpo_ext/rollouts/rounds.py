@@ -15,7 +15,8 @@ from ..algorithms.advantages import fill_places
 from ..batching.prompt_order import StepDataset, StepRows
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError, counted
-from .batch import ROW_IMAGES, RolloutBatch, gather_scored
+from ..forward.columns import ADVANTAGES, ROW_IMAGES
+from .batch import RolloutBatch, gather_scored
 from .equal_shares import refuse_unequal_shares
 from .images import ImageSource
 from .join import Round
@@ -66,9 +67,9 @@ def fill_groups(
     chosen = [starts[number] + place * group + i for number, place in places for i in range(group)]
     rewards_BF = torch.cat([part.rewards_BF for part in rounds])[chosen]
     batch = RolloutBatch.joined([part.batch for part in rounds], group).select(chosen)
-    batch.groups = rounds[0].batch.groups
+    batch = replace(batch, groups=rounds[0].batch.groups)
     if len(rounds) > 1 and rule.depends_on_the_batch:
-        batch.columns["advantages"] = rule.advantages(rewards_BF, weights_F, group, batch.loss_masks)
+        batch = batch.having(ADVANTAGES, rule.advantages(rewards_BF, weights_F, group, batch.loss_masks))
     return ScoredBatch(batch, rewards_BF, rewards, rounds, chosen, metrics)
 
 
@@ -101,13 +102,13 @@ def round_by_user(
     last = made[-1]
     if images.prepare is not None:
         _check_same_rows(last, batch)
-        batch.columns[ROW_IMAGES] = last.batch[ROW_IMAGES]
+        batch = batch.having(ROW_IMAGES, last.batch[ROW_IMAGES])
     return replace(last, batch=batch)
 
 
 def _check_same_rows(last: Round, batch: RolloutBatch) -> None:
-    pairs = zip(last.batch["prompt_ids"], batch["prompt_ids"], strict=True)
-    if len(last) != len(batch) or not all(torch.equal(ids, row[-len(ids) :]) for ids, row in pairs):
+    same = len(last) == len(batch)
+    if not (same and all(torch.equal(*pair) for pair in zip(last.batch.prompts, batch.prompts, strict=True))):
         raise RolloutError(
             "_generate_and_score_completions returned other rows of a model that takes images, or in another "
             "order, than TRL's method made last; return one for each of them, in their order."

@@ -18,6 +18,7 @@ from accelerate.logging import get_logger
 
 from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepLoader, StepRows, make_loader
 from ..errors import RewardError
+from ..forward.columns import OLD_LOGPS
 from ..forward.snapshot import Weights
 from ..rewards.worker import RewardCall
 from ..runtime.attributes import temporarily_set
@@ -236,14 +237,14 @@ class Rollouts:
 
     def join(self, local: LocalRollout) -> Round:
         hooks, view = local.settings.sampling.hooks, self.view
-        shares = exchange(local, self.images, view.takes_images and view.log_multimodal)
+        shares, texts = exchange(local, self.images, view.takes_images and view.log_multimodal)
         count = sum(len(share.entries) for share in shares)
         rewards = None if hooks.rewards is None else self._rewards_by_user(local, hooks.rewards, count)
-        joined = join(local.request, shares, local.settings, view.accelerator.process_index, rewards)
+        joined = join(local.request, shares, texts, local.settings, view.accelerator.process_index, rewards)
         if self.check is not None and not hooks.sampling:
             self.check.compare(joined.batch)
         if not local.settings.logprobs.trained_on:
-            joined.batch.columns.pop("old_per_token_logps", None)
+            joined.batch = joined.batch.having(OLD_LOGPS, None)
         return joined
 
     def _rewards_by_user(

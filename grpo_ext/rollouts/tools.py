@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..errors import ConfigError, DataError, RolloutError, did_you_mean
 from ..forward.images import images_in
 from ..rewards.guard import CallTimeout, in_time
 from .chat import Chat
-from .transcript import Messages, Sampled, Transcript
+from .transcript import Messages, Transcript, Turn
 
 logger = get_logger(__name__)
 Tool = Callable[..., Any]
@@ -220,17 +220,13 @@ def _failure(transcript: Transcript, error: object) -> dict[str, str]:
     return {"error": str(error)}
 
 
-def continue_with(transcript: Transcript, sampled: Sampled, chat: Chat, limits: TurnLimits) -> None:
+def continue_with(transcript: Transcript, turn: Turn, chat: Chat, limits: TurnLimits) -> None:
     """Add a turn of the model after an answer, cut to the tokens that are left; with none left no message is added."""
-    sampled = sampled.first(limits.max_completion_length - len(transcript.ids))
-    if transcript.logps is None:
-        sampled = replace(sampled, logps=None)
-    elif sampled.logps is None:
-        sampled = replace(sampled, logps=[None] * len(sampled.ids))
-    transcript.add_sampled(sampled)
+    turn = turn.first(limits.max_completion_length - len(transcript.ids))
+    transcript.add_turn(turn)
     transcript.calls = []
-    if sampled.ids:
-        chat.add_message(transcript, len(sampled.ids))
+    if turn.ids:
+        chat.add_message(transcript, len(turn.ids))
 
 
 # ---- Before training ------------------------------------------------------------------------------------------------

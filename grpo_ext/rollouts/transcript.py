@@ -1,8 +1,8 @@
 """A transcript: one completion as it grows, turn by turn, on the process that samples it.
 
 Differs from TRL, which keeps one list per column (ids, masks, messages, images). Created by the worker, extended by
-sampled tokens and by tools, read by `join`. Shapes: T tokens, K kept ids of all tokens, N tokens of prompt and
-completion, C choices of all routers (forward.routing).
+sampled tokens and by tools, read by `join`. Shapes: N tokens of prompt and completion, C choices of all routers
+(forward.routing).
 """
 
 from __future__ import annotations
@@ -10,65 +10,66 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ..forward.columns import (
+    COLUMNS,
+    EXPERTS,
+    KEPT_COUNTS,
+    KEPT_IDS,
+    KEPT_MASS,
+    SAMPLER_LOGPS,
+    SAMPLING_LOGPS,
+    answered,
+    continued,
+    first_tokens,
+)
 from ..forward.images import images_in
-from ..forward.routing import BY_ROUTER
-from ..forward.sampling_masks import KeptIds
 
 Messages = list[dict[str, Any]]
 
 
-class TokenRecord(NamedTuple):
-    """The records of a completion's tokens, on the CPU; neutral for tokens of tools and environments."""
-
-    logps_T: torch.Tensor  # log-probability of each token, after every filter
-    mass_T: torch.Tensor  # the share of the probability that the filters had kept
-    counts_T: torch.Tensor  # with `ids_K`: of `KeptIds`; no ids without replay
-    ids_K: torch.Tensor
-
-    @classmethod
-    def neutral(cls, tokens: int) -> TokenRecord:
-        return cls(torch.zeros(tokens), torch.ones(tokens), *KeptIds.neutral(tokens))
-
-    @classmethod
-    def of_kept(cls, kept_ids: Sequence[Sequence[int]], logps: Sequence[float | None] | None) -> TokenRecord:
-        """Records from the kept ids and log-probabilities of a `rollout_func` or of vLLM; NaN where it gives none."""
-        tokens = len(kept_ids)
-        known = [math.nan if value is None else value for value in logps or [None] * tokens]
-        counts = torch.tensor([len(ids) for ids in kept_ids], dtype=torch.int32)
-        ids_K = torch.tensor([token for ids in kept_ids for token in ids], dtype=torch.int32)
-        return cls(torch.tensor(known), torch.full((tokens,), math.nan), counts, ids_K)
-
-    @classmethod
-    def joined(cls, parts: Sequence[TokenRecord]) -> TokenRecord:
-        return cls(*map(torch.cat, zip(*parts, strict=True)))
-
-    @property
-    def kept(self) -> KeptIds:
-        return KeptIds(self.counts_T, self.ids_K)
-
-    def first(self, tokens: int) -> TokenRecord:
-        return TokenRecord(self.logps_T[:tokens], self.mass_T[:tokens], *self.kept.first(tokens))
-
-
 @dataclass(frozen=True)
-class Sampled:
-    ids: list[int]  # new tokens
-    logps: list[float | None] | None = None  # of each, from an engine that returns them
-    record: TokenRecord | None = field(default=None, compare=False)  # of each, from an engine that makes one
-    # the experts of the tokens before and of these, as the engine recorded them (`routing_replay`)
-    experts_NC: torch.Tensor | None = field(default=None, compare=False)
+class Turn:
+    """New tokens of one completion, and what sampled them recorded of each."""
+
+    ids: list[int]
+    # by name of `forward.columns`, on the CPU; the experts are those of the tokens before these too
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     ended: bool | None = None  # False: a limit of length or time cut it off; None: only its last token can tell
 
-    def first(self, tokens: int) -> Sampled:
-        logps = None if self.logps is None else self.logps[:tokens]
-        record = None if self.record is None else self.record.first(tokens)
-        cut = max(len(self.ids) - tokens, 0)
-        experts = None if self.experts_NC is None else self.experts_NC[: len(self.experts_NC) - cut]
-        return Sampled(self.ids[:tokens], logps, record, experts, self.ended and not cut)
+    @classmethod
+    def of(
+        cls,
+        ids: Sequence[int],
+        logps: Sequence[float | None] | None,  # None: unknown
+        kept_ids: Sequence[Sequence[int]] | None = None,  # those that each token was sampled from
+        ended: bool | None = None,
+    ) -> Turn:
+        """A turn from the lists of a user's function or of vLLM."""
+        columns: dict[str, torch.Tensor] = {}
+        known = torch.tensor([math.nan if value is None else value for value in logps or [None] * len(ids)])
+        if logps is not None:
+            columns[SAMPLING_LOGPS] = known
+        if kept_ids is not None:
+            columns |= {SAMPLER_LOGPS: known, KEPT_MASS: torch.full_like(known, math.nan)}
+            columns[KEPT_COUNTS] = torch.tensor([len(among) for among in kept_ids], dtype=torch.int32)
+            columns[KEPT_IDS] = torch.tensor([token for among in kept_ids for token in among], dtype=torch.int32)
+        return cls(list(ids), columns, ended)
+
+    @property
+    def logps(self) -> list[float | None] | None:
+        """The engine's log-probabilities, as TRL's methods return them."""
+        values = self.columns.get(SAMPLING_LOGPS)
+        return None if values is None else [None if math.isnan(value) else value for value in values.tolist()]
+
+    def first(self, tokens: int) -> Turn:
+        if tokens >= len(self.ids):
+            return self
+        context = len(self.columns[EXPERTS]) - len(self.ids) if EXPERTS in self.columns else 0
+        return Turn(self.ids[:tokens], first_tokens(self.columns, context, tokens), self.ended and False)
 
 
 @dataclass
@@ -81,12 +82,9 @@ class Transcript:
     prompt_ids: list[int] = field(default_factory=list)  # without padding
     ids: list[int] = field(default_factory=list)  # of the completion so far
     mask: list[int] = field(default_factory=list)  # of each of `ids`: 1 if the model wrote it, 0 if a tool did
-    # of each of `ids` by the engine that sampled (None: unknown), 0.0 for tokens of tools; None: it returns none
-    logps: list[float | None] | None = None
-    record: TokenRecord | None = None  # of each of `ids`; None where an engine, or a user's function, made none
-    # the experts of prompt and completion up to the last sampled token; None where they are not replayed, or recorded
-    # with the log-probabilities
-    experts_NC: torch.Tensor | None = None
+    # what was recorded of `ids`, by name of `forward.columns`; the experts of the prompt too, up to the last sampled
+    # token
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
     completion: Any = ""  # text, or messages
     images: list[Any] = field(default_factory=list)  # of the prompt, then those shown by tools
     prompt_images: int = 0  # how many of `images` are the prompt's
@@ -112,36 +110,26 @@ class Transcript:
         if images:
             self.images, self.number = [*self.images, *images], None
 
-    def add_sampled(self, turn: Sampled) -> None:
-        if not self.ids:
-            self.record = turn.record
-        elif self.record is not None:
-            self.record = None if turn.record is None else TokenRecord.joined([self.record, turn.record])
-        self.experts_NC, self.ended = _continued(self.experts_NC, turn.experts_NC), bool(turn.ended)
-        self.ids = [*self.ids, *turn.ids]
-        self.mask = [*self.mask, *[1] * len(turn.ids)]
-        if turn.logps is not None:
-            self.logps = [*(self.logps or ()), *turn.logps]
+    def add_turn(self, turn: Turn) -> None:
+        new = len(turn.ids)
+        self.columns = continued(self.columns, turn.columns, new) if self.ids else dict(turn.columns)
+        self.ids, self.mask, self.ended = [*self.ids, *turn.ids], [*self.mask, *[1] * new], bool(turn.ended)
 
     def add_answer(self, ids: list[int]) -> None:
-        self.ids = [*self.ids, *ids]
-        self.mask = [*self.mask, *[0] * len(ids)]
-        if self.logps is not None:
-            self.logps = [*self.logps, *[0.0] * len(ids)]
-        if self.record is not None:
-            self.record = TokenRecord.joined([self.record, TokenRecord.neutral(len(ids))])
+        self.columns = answered(self.columns, len(ids))
+        self.ids, self.mask = [*self.ids, *ids], [*self.mask, *[0] * len(ids)]
 
     def prompt_alone(self) -> Transcript:
         """A copy without tokens of the completion, and so without images of tools."""
-        return replace(self, ids=[], images=self.images[: self.prompt_images])
+        return replace(self, ids=[], columns=self.first(0), images=self.images[: self.prompt_images])
 
-    @property
-    def experts(self) -> torch.Tensor | None:
-        """The experts of prompt and completion; `BY_ROUTER` for what followed the last token that was sampled."""
-        if self.experts_NC is None:
-            return None
-        missing = len(self.all_ids) - len(self.experts_NC)  # below 0 if the completion is left out
-        return torch.nn.functional.pad(self.experts_NC, (0, 0, 0, missing), value=BY_ROUTER)
+    def first(self, tokens: int) -> dict[str, torch.Tensor]:
+        """The columns of the first tokens of the completion; routers choose where no experts were recorded."""
+        columns = dict(self.columns)
+        if (experts_NC := columns.get(EXPERTS)) is not None:
+            missing = (0, 0, 0, len(self.all_ids) - len(experts_NC))
+            columns[EXPERTS] = torch.nn.functional.pad(experts_NC, missing, value=COLUMNS[EXPERTS].neutral)
+        return first_tokens(columns, len(self.prompt_ids), tokens)
 
 
 def images_shown(transcripts: Sequence[Transcript]) -> list[list[Any] | None] | None:
@@ -157,15 +145,7 @@ def share_prompt_experts(transcripts: Sequence[Transcript], num_generations: int
     """
     firsts: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
     for transcript in transcripts:
-        if (experts_NC := transcript.experts_NC) is not None:
+        if (experts_NC := transcript.columns.get(EXPERTS)) is not None:
             length, group = len(transcript.prompt_ids), transcript.place // num_generations
             first = firsts.setdefault((group, tuple(transcript.prompt_ids)), experts_NC[:length])
-            transcript.experts_NC = torch.cat([first, experts_NC[length:]])
-
-
-def _continued(before_NC: torch.Tensor | None, turn_NC: torch.Tensor | None) -> torch.Tensor | None:
-    """The experts after a turn, which ran all earlier tokens again; what was recorded first stays."""
-    if before_NC is None or turn_NC is None:
-        return turn_NC
-    ran = len(before_NC) - 1  # all but the last token
-    return torch.cat([before_NC[:ran], turn_NC[ran:]])
+            transcript.columns[EXPERTS] = torch.cat([first, experts_NC[length:]])

@@ -15,6 +15,7 @@ from ..algorithms.keyed_random import mix
 from ..batching.prompt_order import RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..errors import ConfigError
+from ..forward.columns import KEPT_COUNTS, KEPT_IDS
 from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
 from .batch import ROW
@@ -22,7 +23,7 @@ from .keyed import FIRST_ADDED, request_keys
 from .local import LocalRollout, TurnRows
 from .settings import sampling_config
 from .source import Rollouts
-from .transcript import Sampled, Transcript
+from .transcript import Transcript, Turn
 from .trl_shapes import trl_dictionary
 
 
@@ -138,10 +139,10 @@ def _columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(name for name in names if name != ROW)
 
 
-def _kept_ids(turn: Sampled) -> list[list[int]]:
-    if turn.record is None or bool((turn.record.counts_T < 0).any()):
+def _kept_ids(turn: Turn) -> list[list[int]]:
+    if (counts_T := turn.columns.get(KEPT_COUNTS)) is None or bool((counts_T < 0).any()):
         raise ConfigError(
             "trainer.generate with sampling_mask='replay': suppress_tokens or min_new_tokens leave out tokens that "
             "kept_ids has no place for, or the model samples in a way of its own; leave them out, or sampling_mask."
         )
-    return [ids.tolist() for ids in turn.record.ids_K.split(turn.record.counts_T.tolist())]
+    return [ids.tolist() for ids in turn.columns[KEPT_IDS].split(counts_T.tolist())]

@@ -11,12 +11,13 @@ import torch
 from accelerate.utils import send_to_device
 
 from ..errors import RolloutError
-from .batch import SAMPLER_LOGPS, RolloutBatch
+from ..forward.columns import ADVANTAGES, COMPLETION_MASK, SAMPLER_LOGPS, TOOL_MASK
+from .batch import RolloutBatch, Values
 from .engine import EngineSettings
 from .images import ImageSource
-from .join import Round, trl_columns
+from .join import Round, token_columns
 from .local import LocalRollout
-from .transcript import TokenRecord
+from .transcript import Turn
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (
@@ -33,14 +34,16 @@ _KEPT_REMEDY = (
 def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, settings: EngineSettings) -> dict[str, Any]:
     """TRL's padded dictionary of this process's rows; its stand-ins have advantages of zero."""
     transcripts = local.transcripts
-    columns = trl_columns(local, transcripts, with_masked=True)
     advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
-    columns["advantages"] = advantages if len(advantages) else torch.zeros(len(transcripts))
+    columns: dict[str, Values] = {ADVANTAGES: advantages if len(advantages) else torch.zeros(len(transcripts))}
+    columns.update(token_columns(local, transcripts, with_masked=True))
     batch = RolloutBatch.of_columns(columns, local.request.num_generations)
     dictionary = batch.collate(settings.pad, settings.multiple)
     dictionary.pop(SAMPLER_LOGPS, None)
-    if "tool_mask" in dictionary:  # as in TRL, on the padding too
-        dictionary["tool_mask"][torch.tensor(local.settings.sampling.masked(transcripts))] = 0
+    masked = torch.tensor(local.settings.sampling.masked(transcripts))
+    dictionary[COMPLETION_MASK][masked] = 0
+    if TOOL_MASK in dictionary:  # as in TRL, on the padding too
+        dictionary[TOOL_MASK][masked] = 0
     dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()
     dictionary = send_to_device(dictionary, settings.device)
     if (images := source.of_transcripts(transcripts)) is not None:
@@ -106,13 +109,11 @@ def take_rollout(local: LocalRollout, output: Mapping[str, Any]) -> None:
     masks, kept_ids_B = fields.pop("env_mask", None), fields.pop("kept_ids", None)
     logps = output["logprobs"]
     for place, transcript in enumerate(local.transcripts):
-        transcript.prompt_ids, transcript.ids = list(output["prompt_ids"][place]), list(output["completion_ids"][place])
-        transcript.mask = [1] * len(transcript.ids) if masks is None else list(masks[place])
-        transcript.logps = None if logps is None else list(logps[place])
-        transcript.ended = local.ended(transcript.ids)
+        transcript.prompt_ids, ids = list(output["prompt_ids"][place]), list(output["completion_ids"][place])
+        kept_ids = None if kept_ids_B is None or not local.settings.sampling.replay.masks else kept_ids_B[place]
+        transcript.add_turn(Turn.of(ids, None if logps is None else logps[place], kept_ids, local.ended(ids)))
+        if masks is not None:
+            transcript.mask = list(masks[place])
         for name, values in fields.items():  # the entry of a list, or the same value for all
             transcript.row[name] = values[place] if isinstance(values, list) else values
     local.has_mask = masks is not None
-    if local.settings.sampling.replay.masks and kept_ids_B is not None:
-        for transcript, kept_ids in zip(local.transcripts, kept_ids_B, strict=True):
-            transcript.record = TokenRecord.of_kept(kept_ids, transcript.logps)

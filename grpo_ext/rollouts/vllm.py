@@ -13,7 +13,7 @@ log-probabilities records them.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,6 +26,7 @@ from ..algorithms.keyed_random import mix
 from ..batching.sizes import ChunkSizes
 from ..compat import values_of
 from ..errors import RolloutError
+from ..forward.columns import EXPERTS
 from ..forward.routing import BY_ROUTER, Router
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import gather_in_group
@@ -33,7 +34,7 @@ from ..settings import named, refuse_excluded
 from .engine_check import NEUTRAL
 from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
 from .keyed import most_kept, truncating
-from .transcript import Sampled, TokenRecord, Transcript, images_shown
+from .transcript import Transcript, Turn, images_shown
 
 _BITS = (1 << 62) - 1  # of a server's signed 64-bit seed, to which the index of a completion is added
 SENT = (*(name for name in named("to_vllm") if name != "min_p"), "logprobs", "structured_outputs_regex")
@@ -51,7 +52,7 @@ class VllmEngine:
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Sampled]:
+    ) -> list[Turn]:
         engines = self.generation.tensor_parallel_size
         if engines > 1 and not any(transcript.turns for transcript in transcripts):
             refuse_unequal_shares("vLLM", len(transcripts), UNEQUAL_SHARES)
@@ -76,10 +77,10 @@ class VllmEngine:
         sampled = sampled_of(self.generation, ids, logps, completions)
         if not self.routers:
             return sampled
-        return [
-            replace(turn, experts_NC=experts_of(completion, len(prompt) + len(turn.ids), self.routers))
-            for turn, completion, prompt in zip(sampled, completions, prompts, strict=True)
-        ]
+        rows = zip(sampled, completions, prompts, strict=True)
+        experts = [experts_of(made, len(prompt) + len(turn.ids), self.routers) for turn, made, prompt in rows]
+        pairs = zip(sampled, experts, strict=True)
+        return [replace(turn, columns={**turn.columns, EXPERTS: experts_NC}) for turn, experts_NC in pairs]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class VllmServer:
 
     def generate(
         self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Sampled]:
+    ) -> list[Turn]:
         if not transcripts:
             return []
         settings, copies = self.generation, copies_of(transcripts, sizes.group)
@@ -135,24 +136,23 @@ def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
     return num_generations if shared else 1
 
 
-def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completions: Sequence[Any] = ()) -> list[Sampled]:
+def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completions: Sequence[Any] = ()) -> list[Turn]:
     """The turn of each row, with the log-probability of each sampled token, which vLLM lists first.
 
     `completions` are vLLM's objects of the rows; empty for a server, which does not report why a row ended.
     """
     values = [None] * len(ids) if logps is None else [[token[0] for token in row] for row in logps]
-    records: Iterable[TokenRecord | None] = [None] * len(ids)
+    kept: Sequence[Any] = [None] * len(ids)
     if generation.mask_bound is not None:
-        records = [mask_record(*row) for row in zip(completions, ids, values, strict=True)]
+        kept = [mask_of(completion, row) for completion, row in zip(completions, ids, strict=True)]
     elif generation.unfiltered:
-        records = [TokenRecord.of_kept([()] * len(row), value) for row, value in zip(ids, values, strict=True)]
+        kept = [[()] * len(row) for row in ids]
     reasons = [getattr(each, "finish_reason", None) for each in completions]
     if not reasons:  # a stop string ended rows that are shorter than the limit
         stops, limit = "stop" in (generation.generation_kwargs or {}), generation.max_completion_length
         reasons = ["stop" if stops and len(row) < limit else None for row in ids]
     ended = [None if reason is None else reason == "stop" for reason in reasons]
-    columns = zip(ids, values, records, ended, strict=True)
-    return [Sampled(list(row), value, record, ended=ended) for row, value, record, ended in columns]
+    return [Turn.of(*row) for row in zip(ids, values, kept, ended, strict=True)]
 
 
 def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[int]:
@@ -201,12 +201,13 @@ def mask_bound(args: Any, rollout_func: Any) -> int | None:
     return most_kept(filters)
 
 
-def mask_record(completion: Any, ids: list[int], logps: list[float | None] | None) -> TokenRecord:
+def mask_of(completion: Any, ids: list[int]) -> Sequence[Sequence[int]]:
+    """The ids that each token was sampled from."""
     returned, mask = "none", getattr(completion, "sampling_mask", None)
     if mask is not None:
         returned = f"{len(mask.token_ids)}, or some without the token that was sampled,"
         if len(mask.token_ids) == len(ids) and all(map(operator.contains, mask.token_ids, ids)):
-            return TokenRecord.of_kept(mask.token_ids, logps)
+            return mask.token_ids
     raise RolloutError(
         f"sampling_mask='replay': vLLM was asked for the ids that each token was sampled from "
         f"(return_sampling_mask=True), and returned {returned} for a completion of {len(ids)} tokens; use a vLLM whose "

@@ -19,6 +19,7 @@ import torch
 from ..batching.prompt_order import StepRows
 from ..compat import as_reference
 from ..errors import RolloutError
+from ..forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, MODEL_LOGPS, SAMPLING_LOGPS, Rows
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
@@ -26,7 +27,7 @@ from ..rewards.worker import RewardCall
 from ..runtime.attributes import temporarily_set
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process, uneven_collectives
-from .batch import MODEL_LOGPS, ROW
+from .batch import ROW
 from .chat import ROW_KWARGS
 from .decoding import unique
 from .engine import Engine, EngineSettings, cut_calls
@@ -34,7 +35,7 @@ from .images import ImageSource
 from .keyed import request_keys
 from .local import LocalRollout, RolloutSettings, SamplingSettings, TurnRows
 from .tools import continue_with
-from .transcript import Sampled, TokenRecord, Transcript, images_shown, share_prompt_experts
+from .transcript import Transcript, Turn, images_shown, share_prompt_experts
 from .trl_shapes import take_rollout
 
 
@@ -117,7 +118,7 @@ class RolloutWorker:
         else:
             self.tokenize(transcripts, sampling)
             for transcript, turn in zip(transcripts, self.generate(local, transcripts), strict=True):
-                transcript.add_sampled(turn)
+                transcript.add_turn(turn)
         sampling.chat.decode(transcripts)
         if not sampling.chat.tools:
             return
@@ -128,7 +129,7 @@ class RolloutWorker:
             for transcript, turn in zip(active, self.generate(local, active), strict=True):
                 continue_with(transcript, turn, sampling.chat, sampling.limits)
 
-    def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
+    def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Turn]:
         """Sample one turn of some transcripts; all processes call it for every turn where a forward is a collective."""
         with self.clock.phase("rollout"):
             sampled = self.sample_turn(local, transcripts)
@@ -139,12 +140,12 @@ class RolloutWorker:
             )
         return [t if t.ended is not None else replace(t, ended=local.ended(t.ids)) for t in sampled]
 
-    def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
+    def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Turn]:
         """Sample one turn, in chunks by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
         turn, sharded = local.settings.sampling.hooks.turn, self.settings.sharded
         if turn is None or (sharded and (local.request.stands_in or not transcripts)):  # the forwards of others too
             return self.sample_by_engine(local, transcripts)
-        sizes, sampled = local.settings.sampling.sizes, dict[int, Sampled]()
+        sizes, sampled = local.settings.sampling.sizes, dict[int, Turn]()
         for indices in [range(len(transcripts))] if sharded else cut_calls(transcripts, sizes):
             chunk = [transcripts[index] for index in indices]
             later = chunk[0].turns > 0
@@ -159,11 +160,11 @@ class RolloutWorker:
                     f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
                 )
             values = [None] * len(ids) if logps is None else logps
-            rows = (Sampled(list(tokens), value) for tokens, value in zip(ids, values, strict=True))
+            rows = (Turn.of(tokens, value) for tokens, value in zip(ids, values, strict=True))
             sampled |= zip(indices, rows, strict=True)
         return [sampled[index] for index in range(len(transcripts))]
 
-    def sample_by_engine(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Sampled]:
+    def sample_by_engine(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Turn]:
         """Sample with the engine; a process without prompts gets one token for each stand-in."""
         request, sampling = local.request, local.settings.sampling
         config = sampling.generation_config
@@ -174,8 +175,8 @@ class RolloutWorker:
         sampled = self.engine.generate(rows, config, sampling.sizes)
         if real:
             return sampled
-        logps: list[float | None] | None = [0.0] if config is None else None  # vLLM returns log-probabilities
-        return [Sampled([self.settings.filler], logps) for _ in transcripts]
+        columns = {SAMPLING_LOGPS: torch.zeros(1)} if config is None else {}  # vLLM returns log-probabilities
+        return [Turn([self.settings.filler], columns) for _ in transcripts]
 
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
@@ -189,12 +190,12 @@ class RolloutWorker:
 
         def log_probs(name: str) -> list[torch.Tensor]:
             # the reference and the teacher route by themselves
-            of_model = rows if name == "policy" else replace(rows, experts_NC=None)
+            of_model = rows if name == "policy" else rows.having(EXPERTS, None)
             logps_S, experts_NC = self._log_probs(of_model, local.settings, name)
             if has_rows and experts_NC is not None:
                 bounds = itertools.pairwise(rows.starts_B)
                 for transcript, (start, stop) in zip(local.transcripts, bounds, strict=True):
-                    transcript.experts_NC = experts_NC[start:stop]
+                    transcript.columns[EXPERTS] = experts_NC[start:stop]
                 share_prompt_experts(local.transcripts, local.request.num_generations)
             return list(logps_S.cpu().split(list(rows.completions_B))) if has_rows else []
 
@@ -224,14 +225,18 @@ class RolloutWorker:
         ids = torch.tensor(tokens, dtype=torch.long)
         images = self.images.of_transcripts(shown) if shown else None
         same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
-        lengths, kept_B = [len(t.ids) for t in shown], None
+        prompts, lengths = [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown]
+        recorded, columns = [t.first(n) for t, n in zip(shown, lengths, strict=True)], dict[str, Rows]()
         if local.settings.sampling.replay.masks:
-            kept_B = [(t.record or TokenRecord.neutral(n)).kept.first(n) for t, n in zip(shown, lengths, strict=True)]
-        experts_B = [experts for t in shown if (experts := t.experts) is not None]
-        experts_NC = torch.cat(experts_B) if experts_B else None  # recorded by the forward of these rows
-        prompts, group = [len(t.prompt_ids) for t in shown], local.request.num_generations
+            none = torch.zeros(0, dtype=torch.int32)
+            counts = [part.get(KEPT_COUNTS, none.new_zeros(n)) for part, n in zip(recorded, lengths, strict=True)]
+            kept = [part.get(KEPT_IDS, none) for part in recorded]
+            columns |= {KEPT_COUNTS: Rows.of(counts), KEPT_IDS: Rows.of(kept)}
+        if shown and all(EXPERTS in part for part in recorded):  # else the forward of these rows records them
+            columns[EXPERTS] = Rows.of([part[EXPERTS] for part in recorded])
+        group = local.request.num_generations
         whole = [tuple(lengths[first : first + group]) for first in range(0, len(shown), group) for _ in range(group)]
-        return TokenRows(ids, prompts, lengths, same, images, None, kept_B, experts_NC, group_lengths_B=whole)
+        return TokenRows(ids, prompts, lengths, same, images, columns, whole)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Compute the rewards, unless the user's `_calculate_rewards` makes them after `exchange`."""

@@ -223,19 +223,16 @@ class StepAgain:
         """What is recorded of each completion."""
         decode, data = self.view.tokenizer.decode, self.view.train_dataset
         batch, text_of = record.rollout, functools.cache(lambda token: decode([token]))
-        prompts = [
-            ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
-        ]
-        columns = (prompts, batch.recorded_lengths, batch["completion_ids"], batch["advantages"])
-        for place, (origin, prompt, length, row, advantages) in enumerate(zip(origins, *columns, strict=True)):
-            ids, advantage = row[:length].tolist(), advantages.tolist()
+        columns = (batch.prompts, batch.completions, batch["advantages"])
+        for place, (origin, prompt, row, advantages) in enumerate(zip(origins, *columns, strict=True)):
+            ids, advantage, length = row.tolist(), advantages.tolist(), len(row)
             of_tokens = record.tokens.get(place, {}).items()
             tokens = {name: None if values is None else values[:length] for name, values in of_tokens}
             data_row = {} if (number := origin.get("row")) is None else dict(data[number])
             yield {
                 "place": place,
                 **origin,
-                "prompt": decode(prompt),
+                "prompt": decode(prompt.tolist()),
                 "answer": data_row.get("answer", data_row.get("solution")),
                 "completion": decode(ids, skip_special_tokens=True),
                 "advantage": advantage[:length] if isinstance(advantage, list) else advantage,

@@ -88,9 +88,9 @@ def _advantage(row: torch.Tensor) -> float:
 def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
     batch = part.batch
     # a user's override may return rows with padding, which depends on the layout
-    prompts = [digest(row[mask.bool()]) for row, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
-    columns = (batch["completion_ids"], batch["completion_mask"], batch.recorded_lengths)
-    completions = [digest(row[:length], mask[:length]) for row, mask, length in zip(*columns, strict=True)]
+    prompts = [digest(row) for row in batch.prompts]
+    pairs = zip(batch.completions, batch.completion_masks, strict=True)
+    completions = [digest(row, mask) for row, mask in pairs]
     for place, entry in enumerate(part.entries[: len(completions)]):
         completions[place] = entry.masked_out or completions[place]
     names = [f"{n} ({k})" if (k := functions[:i].count(n)) else n for i, n in enumerate(functions)]  # different ones
@@ -101,7 +101,7 @@ def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
         "group": part.request.num_generations,
         "prompts": blocks(prompts[:: part.request.num_generations]),
         "completions": blocks(completions),
-        "lengths": blocks(batch.recorded_lengths),
+        "lengths": blocks(batch.completions.lengths),
         "rewards": {name: blocks(values) for name, values in rewards.items()},
     }
 

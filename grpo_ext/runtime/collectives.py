@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError, GrpoExtError, MemoryShortageError, PrecisionError, ProcessError, RolloutError, quiet
 from .attributes import temporarily_set
 from .out_of_memory import StepOutOfMemory, is_out_of_memory
+from .transfer import pack, unpack
 
 _MAGIC = 0x67727065  # a header begins with it
 _REMEDY = "Collectives in your code have to run equally often on every process; see docs/overrides.md."
@@ -174,19 +175,43 @@ def gather_lists(items: list[Any]) -> list[Any]:
     return items if _local.get() else gather_object(items)
 
 
+@not_of_users()
+def gather_on_main(items: list[Any]) -> list[Any]:
+    """Like `gather_lists`, on the main process; the others get nothing."""
+    _meet("an exchange with the main process")
+    state = PartialState()
+    if state.num_processes == 1:
+        return items
+    parts: list[Any] | None = [None] * state.num_processes if state.is_main_process else None
+    dist.gather_object(items, parts)
+    return [item for part in parts or () for item in part]
+
+
+def gather_nested(values: Any) -> list[Any]:
+    """Gather nested values of all processes; tensors of CPU memory are sent as bytes, without being pickled."""
+    if _processes() == 1:
+        return [values]
+    replaced, buffer = pack(values)
+    everyone = gather_lists([replaced])
+    buffers = _ragged_parts(buffer.to(PartialState().device))
+    return [unpack(own, part.cpu()) for own, part in zip(everyone, buffers, strict=True)]
+
+
 def ragged_gather(tensor: torch.Tensor, rows: int | None = None) -> torch.Tensor:
     """Concatenate the first `rows` rows (default: all) of every process, in process order; a scalar is one row."""
     flat = tensor[None] if tensor.dim() == 0 else tensor
     flat = flat[:rows].contiguous()
-    if _processes() == 1:
-        return flat
+    return flat if _processes() == 1 else torch.cat(_ragged_parts(flat))
+
+
+def _ragged_parts(flat: torch.Tensor) -> list[torch.Tensor]:
     lengths = _meet(f"a gather of {flat.dtype} with {list(flat.shape[1:])} in each row", flat.size(0))
     longest = max(lengths)
     if longest == 0:
-        return flat
+        return [flat] * len(lengths)
     padded = flat.new_zeros((longest, *flat.shape[1:]))
     padded[: flat.size(0)] = flat
-    return torch.cat([part[:n] for part, n in zip(stack_over_processes(padded), lengths, strict=True)])
+    return [part[:n] for part, n in zip(stack_over_processes(padded), lengths, strict=True)]
 
 
 class UsersAccelerator(Accelerator):

@@ -10,17 +10,15 @@ from typing import Any
 import torch
 
 from ..batching.micro_batches import MicroBatch
+from ..forward.columns import COLUMNS, COMPLETION_MASK
 from ..forward.rows import TokenRows
-from ..rollouts.batch import MODEL_LOGPS, ROW, SAMPLER_LOGPS, RolloutBatch
+from ..rollouts.batch import ROW, RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.transfer import to_device
 from .settings import StepSettings
 from .statistics import StepContext
 
-_OF_LOSS = (
-    *("completion_mask", "tool_mask", "advantages", *MODEL_LOGPS.values()),
-    *("sampling_per_token_logps", "importance_sampling_ratio", SAMPLER_LOGPS),
-)
+_OF_LOSS = tuple(name for name, column in COLUMNS.items() if column.loss)
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,8 @@ def collate(
 ) -> LossInputs:
     """A micro-batch from its completions and their tokens."""
     if not settings.in_trl_form:
-        of_loss = {name: selected[name] for name in _OF_LOSS if name in selected.columns}
+        of_loss = {COMPLETION_MASK: selected.completion_masks}
+        of_loss |= {name: selected[name] for name in _OF_LOSS if name in selected.columns}
         selected = replace(selected, columns=of_loss, constants={})
     batch = selected.collate(collation.pad_token_id, collation.multiple)
     if settings.in_trl_form:

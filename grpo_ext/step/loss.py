@@ -19,9 +19,9 @@ from ..algorithms.losses import (
     token_weights,
 )
 from ..errors import ConfigError, ModelError
+from ..forward.columns import SAMPLER_LOGPS, TEACHER_LOGPS
 from ..forward.lm_head import RouterOutput
 from ..forward.runner import MicroBatchScores
-from ..rollouts.batch import SAMPLER_LOGPS, TEACHER_LOGPS
 from .inputs import LossInputs
 from .statistics import loss_mask
 

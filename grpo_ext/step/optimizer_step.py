@@ -252,7 +252,7 @@ class StepPlanner:
     def _planned(self, model: Any, rollout: RolloutBatch, settings: StepSettings) -> StepPlan:
         forwards = self.forwards
         limits = self.limits if settings.training else self.eval_limits
-        form = "padded" if any(rollout.gaps) else forwards.choice.form(model)
+        form = "padded" if rollout.attended is not None else forwards.choice.form(model)
         batching, multiple = forwards.batching(model, form)
         layout = MicroBatchLayout(
             max_rows=limits.rows,

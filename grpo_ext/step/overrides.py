@@ -17,10 +17,11 @@ from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
 from ..forward.architecture import experts_per_token
+from ..forward.columns import SAMPLER_LOGPS, Rows
 from ..forward.images import RowImages
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, TrlLogProbs, known_of, padded_ids_and_mask
-from ..rollouts.batch import ROW, SAMPLER_LOGPS, Ragged, padded
+from ..rollouts.batch import ROW
 from ..runtime.attributes import temporarily_set
 from ..view import TrainerView
 from .inputs import LossInputs
@@ -147,6 +148,7 @@ class LossOverrides:
         return LossInputs(step, whole, groups, self._given_rows(inputs, images), inputs)
 
 
-def _in_width(rows: Ragged, like_BT: torch.Tensor) -> torch.Tensor:
+def _in_width(rows: Rows, like_BT: torch.Tensor) -> torch.Tensor:
     """Values of unchanged completions in the columns of a dictionary, which may have more or fewer of padding."""
-    return padded([row[: like_BT.size(1)] for row in rows], 0, "right", width=like_BT.size(1)).to(like_BT.device)
+    width = like_BT.size(1)
+    return Rows.of([row[:width] for row in rows]).padded(0, "right", width=width).to(like_BT.device)

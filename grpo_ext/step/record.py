@@ -13,7 +13,8 @@ import torch
 from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
-from ..rollouts.batch import SAMPLER_LOGPS, TEACHER_LOGPS, RolloutBatch
+from ..forward.columns import SAMPLER_LOGPS, TEACHER_LOGPS
+from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import full_tensor, gather_lists
 from .inputs import LossInputs
 

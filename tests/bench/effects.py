@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from grpo_ext.forward.runner import ForwardRunner
 from grpo_ext.precision.half import half_weights
 from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.transcript import Sampled, Transcript
+from grpo_ext.rollouts.transcript import Transcript, Turn
 from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.toy_recipe import load_recipe
 from tests.support.trainers import change, error, far, make, on
@@ -64,9 +64,9 @@ def seconds_per_step(model: Any, reward: Callable[..., list[float]], **settings:
 def waiting_sampler(seconds: Iterator[float]) -> Any:
     tokens = random.Random(1)
 
-    def sample(model: Any, rows: Any, *args: Any) -> list[Sampled]:
+    def sample(model: Any, rows: Any, *args: Any) -> list[Turn]:
         time.sleep(next(seconds))
-        return [Sampled([tokens.randrange(3, 30) for _ in range(LENGTH)]) for _ in rows]
+        return [Turn([tokens.randrange(3, 30) for _ in range(LENGTH)]) for _ in rows]
 
     return sample
 

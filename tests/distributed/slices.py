@@ -22,9 +22,9 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.batching.micro_batches import Form
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.forward import form_check, forms
+from grpo_ext.forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, Rows
 from grpo_ext.forward.forms import in_form, run_rows
 from grpo_ext.forward.routing import install_routers
-from grpo_ext.forward.sampling_masks import KeptIds
 from grpo_ext.run.rerun import STEP
 from grpo_ext.runtime import sequence_group
 from grpo_ext.runtime.sequence_group import SequenceGroup
@@ -78,19 +78,20 @@ def replayed(group: SequenceGroup) -> dict[str, Any]:
     """Kept ids and recorded experts over slices; a replay counts the choices of all members."""
     rows = rows_of(*SHAPES["groups"])
     generator = torch.Generator().manual_seed(1)
-    kept = []
+    counts_B, ids_B = [], []
     for ids in rows.targets().split(list(rows.completions_B)):
         others = torch.randint(3, 50, (len(ids), 3), generator=generator)
         several = torch.cat([ids[:, None], others], dim=1).unique(dim=1)
         counts = torch.full((len(ids),), several.size(1), dtype=torch.int32)
         counts[0] = 0  # from the whole vocabulary
-        kept.append(KeptIds(counts, several[1:].flatten().int()))
-    masked = dataclasses.replace(rows, kept_B=kept)
+        counts_B.append(counts)
+        ids_B.append(several[1:].flatten().int())
+    masked = dataclasses.replace(rows, columns={KEPT_COUNTS: Rows.of(counts_B), KEPT_IDS: Rows.of(ids_B)})
     routed = model("moe")
     install_routers(routed)
     with torch.no_grad():
         recorded = [run_rows(PACKED, routed, rows, group=g, record_experts=True).experts_NC for g in (None, group)]
-        others = dataclasses.replace(rows, experts_NC=(recorded[0].int() + 1).remainder(4).to(recorded[0].dtype))
+        others = rows.having(EXPERTS, (recorded[0].int() + 1).remainder(4).to(recorded[0].dtype))
         counts = [run_rows(PACKED, routed, others, group=g).routing.counts() for g in (None, group)]
     return {
         "masks": differences(model("qwen2"), masked, group),

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from grpo_ext.rollouts.batch import ROW_IMAGES, Column, Ragged, RolloutBatch
+from grpo_ext.forward.columns import ROW_IMAGES, Rows
+from grpo_ext.rollouts.batch import RolloutBatch, Values
 
 
 def batch_of_rows(
@@ -21,16 +22,16 @@ def batch_of_rows(
     out = masked_out or [False] * len(completion_ids)
     kept = [min(len(ids), 1) if masked else len(ids) for ids, masked in zip(completion_ids, out)]
     masks = [torch.full((n,), int(not masked)) for n, masked in zip(kept, out)]
-    columns: dict[str, Column] = {
-        "prompt_ids": Ragged.of(prompt_ids, torch.long),
-        "prompt_mask": Ragged.of([torch.ones(len(ids), dtype=torch.long) for ids in prompt_ids]),
-        "completion_ids": Ragged.of([ids[:n] for ids, n in zip(completion_ids, kept)], torch.long),
-        "completion_mask": Ragged.of(masks),
+    columns: dict[str, Values] = {
+        "prompt_ids": Rows.of(prompt_ids, torch.long),
+        "prompt_mask": Rows.of([torch.ones(len(ids), dtype=torch.long) for ids in prompt_ids]),
+        "completion_ids": Rows.of([ids[:n] for ids, n in zip(completion_ids, kept)], torch.long),
+        "completion_mask": Rows.of(masks),
     }
     for name, rows in {"advantages": advantages, **tokens}.items():
         if rows is not None:
             cut = not isinstance(rows, torch.Tensor)
-            columns[name] = Ragged.of([row[:n] for row, n in zip(rows, kept)]) if cut else rows.cpu()  # type: ignore[union-attr]
+            columns[name] = Rows.of([row[:n] for row, n in zip(rows, kept)]) if cut else rows.cpu()  # type: ignore[union-attr]
     if row_images is not None:
         columns[ROW_IMAGES] = list(row_images)
     return RolloutBatch.of_columns(columns, num_generations)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from grpo_ext.rollouts.engine import EngineSettings, sample_chunk
-from grpo_ext.rollouts.transcript import Sampled, Transcript
+from grpo_ext.rollouts.transcript import Transcript, Turn
 
 
 def sampled_chunk(
@@ -31,7 +31,7 @@ def give_completions(trainer: Any, rows: Sequence[list[int]]) -> None:
     """Let every rollout batch have these completions, by the place of the transcript."""
 
     def generate(transcripts: Sequence[Any], config: Any, sizes: Any) -> list[Any]:
-        return [Sampled(list(rows[transcript.place])) for transcript in transcripts]
+        return [Turn(list(rows[transcript.place])) for transcript in transcripts]
 
     trainer._rollouts.worker.engine.generate = generate
 

@@ -18,6 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, ModelError
+from grpo_ext.rollouts.batch import RolloutBatch
 from tests.parity.scripts import EOS, Journal, by_turn, call, chat_tokenizer, conversations, parts_of
 from tests.support.beside_trl import LOSS_CHANGES, build, changing, learns_as_in_trl, log_probs_of, setting
 from tests.support.kept import of_stock
@@ -159,7 +160,9 @@ def test_what_an_override_of_a_rollout_does_counts_as_in_trl(tmp_path, hook):
     learns_as_in_trl(tmp_path, overriding(hook), lambda: {"reward_funcs": with_bonus})
 
 
-def completions_of(scored: dict[str, Any]) -> list[list[int]]:
+def completions_of(scored: Any) -> list[list[int]]:
+    if isinstance(scored, RolloutBatch):
+        return [ids.tolist() for ids in scored.completions]
     pairs = zip(scored["completion_ids"], scored["completion_mask"])
     return [ids[mask.bool()].tolist() for ids, mask in pairs]
 

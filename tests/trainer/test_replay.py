@@ -11,8 +11,8 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
+from grpo_ext.forward.columns import EXPERTS
 from grpo_ext.forward.routing import BY_ROUTER
-from grpo_ext.rollouts.batch import EXPERTS
 from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
 from tests.support.beside_trl import log_probs_of
 from tests.support.float64 import float64_throughout
@@ -211,9 +211,9 @@ def test_experts_are_recorded_however_completions_are_sampled(tmp_path, recorded
 def test_a_group_shares_the_experts_of_its_prompt_and_no_other_group_has_them():
     transcripts = [Transcript({}, key=0, place=n, prompt_ids=[5, 6]) for n in range(4)]
     for number, transcript in enumerate(transcripts):
-        transcript.experts_NC = torch.full((3, 2), number)
+        transcript.columns[EXPERTS] = torch.full((3, 2), number)
     share_prompt_experts(transcripts, num_generations=2)
-    assert [t.experts_NC[:, 0].tolist() for t in transcripts] == [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3]]
+    assert [t.columns[EXPERTS][:, 0].tolist() for t in transcripts] == [[0, 0, 0], [0, 0, 1], [2, 2, 2], [2, 2, 3]]
 
 
 def test_experts_are_recorded_with_the_log_probabilities_where_another_one_samples(tmp_path, recorded):

@@ -12,7 +12,8 @@ import torch
 from grpo_ext import GRPOTrainer
 from grpo_ext.algorithms.policy_losses import POLICY_LOSSES
 from grpo_ext.errors import CheckpointError, ConfigError, GrpoExtError, ModelError
-from grpo_ext.rollouts.batch import KEPT_COUNTS, KEPT_IDS, TEACHER_LOGPS, RolloutBatch
+from grpo_ext.forward.columns import KEPT_COUNTS, KEPT_IDS, TEACHER_LOGPS
+from grpo_ext.rollouts.batch import RolloutBatch
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import (

@@ -1,6 +1,5 @@
 """The experts of a forward are recorded and replayed, in every form and for every kind of router."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch import nn
 
 from grpo_ext.errors import ModelError
+from grpo_ext.forward.columns import EXPERTS
 from grpo_ext.forward.forms import in_form, run_rows, why_no_prefix, why_not_packed
 from grpo_ext.forward.routing import BY_ROUTER, Routing, install_routers, routers_of
 from tests.support.architectures import architecture
@@ -41,12 +41,12 @@ def forms_of(model: Any) -> list[Any]:
 def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
     model, rows = model_of(kind), rows_of(*SHAPES["groups"])
     reference = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
-    live, same = run_rows("padded", model, rows), run_rows("padded", model, replace(rows, experts_NC=reference))
+    live, same = run_rows("padded", model, rows), run_rows("padded", model, rows.having(EXPERTS, reference))
     assert torch.equal(live.logps_S, same.logps_S)
     assert (reference.dtype, int(same.routing.counts()[0])) == (torch.int8, 0)
     swapped = others(reference, experts_in(model))
     swapped[[stop - 1 for stop in rows.starts_B[1:]]] = BY_ROUTER  # the last tokens, which a pack leaves out
-    swapped = replace(rows, experts_NC=swapped)
+    swapped = rows.having(EXPERTS, swapped)
     expected, expected_gradient = run_rows("padded", model, swapped), gradient("padded", model, swapped)
     assert apart(live.logps_S, expected.logps_S) > DIFFERENT  # the control
     assert len(forms_of(model)) > 1
@@ -69,7 +69,7 @@ def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
 def test_recomputation_under_checkpointing_replays_too(kind, reentrant):
     model, rows = model_of(kind), rows_of(*SHAPES["groups"])
     reference = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
-    swapped = replace(rows, experts_NC=others(reference, experts_in(model)))
+    swapped = rows.having(EXPERTS, others(reference, experts_in(model)))
     forms = [form for form in forms_of(model) if form != "prefix" or not reentrant]
     expected = {form: gradient(form, model, swapped) for form in forms}
     counts = {form: int(run_rows(form, model, swapped).routing.counts()[0]) for form in forms}
@@ -88,9 +88,9 @@ def test_recomputation_under_checkpointing_replays_too(kind, reentrant):
 def test_the_router_learns_though_its_choice_is_replayed():
     model, rows = model_of("qwen3_moe"), rows_of(*SHAPES["groups"])
     recorded = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
-    live, replayed = gradient("packed", model, rows), gradient("packed", model, replace(rows, experts_NC=recorded))
+    live, replayed = gradient("packed", model, rows), gradient("packed", model, rows.having(EXPERTS, recorded))
     assert torch.equal(live, replayed)  # where no choice changes
-    gradient("packed", model, replace(rows, experts_NC=others(recorded, 4)))
+    gradient("packed", model, rows.having(EXPERTS, others(recorded, 4)))
     assert all(p.grad.norm() > 0 for name, p in model.named_parameters() if name.endswith("gate.weight"))
 
 
@@ -130,7 +130,7 @@ def test_the_load_balancing_loss_counts_the_experts_that_are_used(kind):
             module.register_forward_hook(lambda module, args, output: used.append(args[1][real_N].flatten()))
     counts = []
     for experts_NC in (None, recorded_NC, swapped_NC, some_NC):
-        replayed = replace(rows, experts_NC=experts_NC)
+        replayed = rows.having(EXPERTS, experts_NC)
         used.clear()
         counts.append(run_rows("padded", model, replayed, with_router=True).router.statistics(top_k)[0])
         assert torch.equal(counts[-1], torch.bincount(torch.cat(used), minlength=number).double())

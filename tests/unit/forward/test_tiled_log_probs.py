@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_ext.forward import tiled_log_probs as module
-from grpo_ext.forward.sampling_masks import KeptIds, SamplingMasks
+from grpo_ext.forward.sampling_masks import SamplingMasks
 from grpo_ext.forward.tiled_log_probs import LogitTransform
 from grpo_ext.forward.tiled_log_probs import tiled_log_probs as log_probs
 from tests.support.memory import LargestAllocation
@@ -161,9 +161,7 @@ SUPPRESSED = (torch.tensor([4]), torch.tensor([4, 9]))
 
 
 def masks() -> SamplingMasks:
-    """Of three rows, of which the second has no tokens."""
-    rows = (KeptIds(COUNTS[:3], IDS[:4]), KeptIds(COUNTS[:0], IDS[:0]), KeptIds(COUNTS[3:], IDS[4:]))
-    return SamplingMasks.of(rows, SUPPRESSED)
+    return SamplingMasks.of(COUNTS, IDS, SUPPRESSED)
 
 
 def kept() -> torch.Tensor:

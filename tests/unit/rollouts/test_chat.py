@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import DataError
+from grpo_ext.forward.columns import SAMPLING_LOGPS
 from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.tools import Environments, Toolbox, TurnLimits, continue_with
-from grpo_ext.rollouts.transcript import Sampled, Transcript
+from grpo_ext.rollouts.transcript import Transcript, Turn
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tool_runs import count, sampled
 
@@ -43,7 +44,9 @@ def test_calls_of_kinds_that_end_trls_run_are_answered():
 
 
 def test_a_turn_without_log_probabilities_has_none():
-    transcript = Transcript({}, key=0, ids=[3, 4], mask=[1, 0], logps=[-1.0, 0.0], completion=[])
-    continue_with(transcript, Sampled([5, 6, 7, 8]), Chat(sampled(lambda ids: []), [count]), TurnLimits(5))
+    transcript = Transcript({}, key=0, completion=[])
+    transcript.add_turn(Turn.of([3], [-1.0]))
+    transcript.add_answer([4])
+    continue_with(transcript, Turn([5, 6, 7, 8]), Chat(sampled(lambda ids: []), [count]), TurnLimits(5))
     assert (transcript.ids, transcript.mask) == ([3, 4, 5, 6, 7], [1, 0, 1, 1, 1])
-    assert transcript.logps == [-1.0, 0.0, None, None, None]
+    assert str(transcript.columns[SAMPLING_LOGPS].tolist()) == "[-1.0, 0.0, nan, nan, nan]"

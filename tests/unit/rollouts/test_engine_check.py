@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.rollouts.batch import Ragged, RolloutBatch
+from grpo_ext.forward.columns import Rows
+from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.rollouts.engine_check import EngineCheck, rounding_bound, surplus_of
 from tests.support.server import generation_settings
 
@@ -47,7 +48,7 @@ def sampled(other: float = 0.0, top_p: float = 1.0, top_k: int = VOCABULARY, noi
     engine[1::7] = math.nan
     names = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")
     columns = zip(names, (ids[:, 0], mask, own, engine))
-    return RolloutBatch.of_columns({name: Ragged.of([column]) for name, column in columns}, 1)
+    return RolloutBatch.of_columns({name: Rows.of([column]) for name, column in columns}, 1)
 
 
 def check(batch: RolloutBatch, **changes: Any) -> None:

@@ -211,7 +211,7 @@ def test_a_later_turn_goes_on_where_the_completion_is(model):
     ]
     with torch.no_grad():
         for row, turn in zip(rows, engine.generate(rows, config, sizes)):
-            row.add_sampled(turn)
+            row.add_turn(turn)
         first = [row.ids for row in rows]
         assert first == sample(model, prompts, keys(16), config)
         active = [row for row in rows if row.place % 3]

@@ -1,5 +1,6 @@
 """What a run remembers beside model, optimizer and scheduler."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ def rollout(**fields: Any) -> RolloutBatch:
     logps, ratio = [[-1.0, -2.0], [-3.0]], torch.tensor([[0.5], [0.25]])
     columns = {"old_per_token_logps": logps, "importance_sampling_ratio": ratio}
     batch = batch_of_rows([[5, 6], [5, 6]], [[7, 8], [9]], torch.tensor([1.0, -1.0]), 2, **columns)
-    batch.columns |= fields
-    return batch
+    return replace(batch, columns={**batch.columns, **fields})
 
 
 def same(one: Any, other: Any) -> bool:
@@ -47,14 +47,14 @@ def same(one: Any, other: Any) -> bool:
 def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
     fields = {"one": torch.ones(2), "cube": torch.rand(2, 3, 4), "flags": torch.tensor([True, False])}
     written = rollout(**fields, texts=["a", "b"], records=[{"n": 1}, {"n": [2.5, None]}])
-    written.constants = {"shift": torch.tensor(0.5), "kind": "math", "nothing": None}
-    written.widths, written.items_per_token = (4, 6), 1.25
+    constants = {"shift": torch.tensor(0.5), "kind": "math", "nothing": None}
+    written = replace(written, constants=constants, widths=(4, 6), items_per_token=1.25)
     read = saved_batch(kept(tmp_path, batch_state(written)))
     assert (read.widths, read.items_per_token, list(read.groups)) == ((4, 6), 1.25, [0, 0])
     assert read.columns.keys() == written.columns.keys()
     assert all(same(column, read.columns[name]) for name, column in written.columns.items())
-    assert torch.equal(read.constants.pop("shift"), written.constants.pop("shift"))
-    assert read.constants == written.constants
+    assert torch.equal(read.constants.pop("shift"), constants.pop("shift"))
+    assert read.constants == constants
 
 
 def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(caplog):
