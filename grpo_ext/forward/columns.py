@@ -32,7 +32,7 @@ class Column:
     # what a row has a value for: tokens of the prompt, of the completion or of both, ids that the completion's tokens
     # were sampled from, or the row itself
     extent: Literal["prompt", "completion", "both", "kept", "row"]
-    dtype: torch.dtype | None = torch.float32  # in memory, between processes and in checkpoints; None: as it was made
+    dtype: torch.dtype | None = None  # in memory, between processes and in checkpoints; None: as it was made
     fill: float | None = 0.0  # of padding in TRL's dictionary; None: the padding token
     neutral: float = 0.0  # of tokens of tools and environments; unknown floats of the model's tokens are NaN
     absent: float | None = None  # of all tokens where a process, or a user's override, left the column out
@@ -60,9 +60,9 @@ COLUMNS: dict[str, Column] = {
     # ids of each token. 0: the whole vocabulary; -m: all but the m-th suppressed set (forward.sampling_masks)
     KEPT_COUNTS: Column("completion", torch.int32, trl=False),
     KEPT_IDS: Column("kept", torch.int32, trl=False),
-    EXPERTS: Column("both", None, neutral=BY_ROUTER, trl=False),  # (N, C), to replay (forward.routing)
+    EXPERTS: Column("both", neutral=BY_ROUTER, trl=False),  # (N, C), to replay (forward.routing)
     # of a model that takes images, the bytes of a file with all that a completion shows; equal ones share one object
-    ROW_IMAGES: Column("row", None),
+    ROW_IMAGES: Column("row"),
     # made for a forward: whether attention sees the token, and a key for its dropout (algorithms.keyed_random)
     ATTENDED: Column("both", torch.bool, sent=False, trl=False),
     DROPOUT: Column("both", torch.int64, sent=False, trl=False),
@@ -144,7 +144,7 @@ def continued(before: TokenColumns, turn: TokenColumns, tokens: int) -> dict[str
     columns: dict[str, torch.Tensor] = {}
     for name, values in before.items():
         added = turn.get(name)
-        if added is None and values.dtype == torch.float32:
+        if added is None and values.is_floating_point():
             added = values.new_full((tokens,), torch.nan)
         if added is not None and COLUMNS[name].extent == "both":  # all earlier tokens ran again; the first record stays
             ran = len(values) - 1  # all but the last token

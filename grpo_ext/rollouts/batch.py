@@ -44,7 +44,7 @@ from ..runtime.collectives import gather_lists
 logger = get_logger(__name__)
 
 ROW = "grpo_ext_row"  # the place of a completion in the step, in dictionaries for users
-_OWN = Column("row", None)  # a column that a user's `_generate_and_score_completions` made
+_OWN = Column("row")  # a column that a user's `_generate_and_score_completions` made
 # of completions: values of any length each, one value of one shape each, or Python objects
 Values = Rows | torch.Tensor | list[Any]
 
