@@ -35,10 +35,8 @@ from .forward.quantised import train_in_float32, trained_values
 from .forward.reference import reference_loader, use_fixed_models
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
-from .rollouts.decoding import without_router_logits
 from .rollouts.settings import reward_functions
 from .rollouts.trl_methods import without_rows
-from .rollouts.vllm_weights import engine_options
 from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
@@ -48,6 +46,8 @@ from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import computing_with, pinned
 from .runtime.messages import show_messages
 from .runtime.tracebacks import hide_frames
+from .sampling.decoding import without_router_logits
+from .sampling.vllm_weights import engine_options
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss

@@ -1,7 +1,7 @@
 """Counter-based random numbers: the number of a token depends only on its key, never on a generator's history.
 
 The key is (seed, stream, rollout, prompt, generation, token position); the mixer is SplitMix64's finaliser (Steele,
-Lea, Flood, OOPSLA 2014), written with 64-bit integers that wrap around. Used by rollouts.keyed and forward.dropout.
+Lea, Flood, OOPSLA 2014), written with 64-bit integers that wrap around. Used by sampling.keyed and forward.dropout.
 Shapes: B rows, N tokens, V vocabulary.
 """
 

@@ -14,8 +14,8 @@ from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, fix_rope_frequencies
 from ..rollouts.chat import ROW_KWARGS, Chat
-from ..rollouts.keyed import NEW_TOKENS
 from ..rollouts.settings import SCORE, all_end_tokens, chat_of
+from ..sampling.keyed import NEW_TOKENS
 from ..settings import refuse_excluded
 from ..view import TrainerView
 

@@ -9,8 +9,8 @@ from .. import compat
 from ..algorithms.policy_losses import POLICY_LOSSES
 from ..errors import ConfigError, did_you_mean
 from ..forward.architecture import base_model_of
-from ..rollouts.keyed import own_generate, setting_of
 from ..rollouts.settings import LOGPS, SCORE, outside_masks, template_of, why_not_by_key
+from ..sampling.keyed import own_generate, setting_of
 from ..settings import named, refuse_excluded
 from ..view import TrainerView
 

@@ -24,16 +24,16 @@ from ..forward.quantised import outlier_thresholds
 from ..forward.reference import weight_sums
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
 from ..forward.token_slice import refuse_heads
-from ..rollouts.equal_shares import check_equal_shares, why_equal
 from ..rollouts.images import ImageSource
 from ..rollouts.settings import SCORE, advantage_rule, own_sampling, suppressed_in, template_of, why_not_by_key
 from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_names, check_tools
-from ..rollouts.vllm import SENT
 from ..run.checkpoint import create_output_dir
 from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
+from ..sampling.equal_shares import check_equal_shares, why_equal
+from ..sampling.vllm import SENT
 from ..settings import named, refuse_excluded
 from ..step.gradients import refuse_gradient_hooks
 from ..view import TrainerView

@@ -23,38 +23,25 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
 
-from .. import compat
 from ..batching.prompt_order import StepDataset, StepRows
 from ..config import GRPOConfig
 from ..errors import ProcessError, RolloutError
-from ..forward.architecture import base_model_of
-from ..forward.images import PromptProcessor
-from ..forward.lm_head import install
 from ..forward.snapshot import Snapshot, Weights
-from ..precision.half import as_in_training
-from ..rewards.runner import RewardRunner
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import local_collectives, raise_on_all, wait_for_all
-from ..runtime.determinism import align_memory
+from ..runtime.collectives import local_collectives
 from ..view import TrainerView
 from .chat import Chat
-from .engine import TransformersEngine
 from .local import LocalRollout, RolloutSettings
-from .settings import template_of
 from .tools import Environments, Pools
-from .vllm import VllmServer
-from .worker import Models, RolloutWorker
-
-if TYPE_CHECKING:
-    from .source import Rollouts
+from .worker import RolloutWorker
 
 logger = get_logger(__name__)
 
@@ -296,9 +283,6 @@ class RolloutsAhead:
         self._jobs.clear()
 
 
-# ---- Building it ----------------------------------------------------------------------------------------------------
-
-
 def describe_lag(view: TrainerView) -> str | None:
     """The lag of a run and the memory that the weights of earlier steps take, in words; None without a lag."""
     lag, reference = view.args.rollout_lag, view.ref_model
@@ -308,92 +292,3 @@ def describe_lag(view: TrainerView) -> str | None:
     trained = [p for p in view.model.parameters() if p.requires_grad]
     mebibytes = (lag + 1) * sum(p.nbytes for p in (*trained, *moved)) / 2**20
     return f"{lag} rollout batch(es); {mebibytes:,.0f} MiB, the trained weights up to {lag + 1} times"
-
-
-def build_ahead(rollouts: Rollouts) -> RolloutsAhead:
-    view, accelerator = rollouts.view, copy.copy(rollouts.view.accelerator)
-    accelerator._models = []  # without the models that are trained
-    snapshot = _snapshot(view, accelerator)
-    ahead = RolloutsAhead(
-        view=view,
-        settings_now=rollouts.settings_now,
-        worker=_worker(rollouts, snapshot, accelerator),
-        snapshot=snapshot,
-        thread=RolloutThread(rollouts.threads, snapshot.device),
-        clock=rollouts.worker.clock,
-        steps=rollouts.steps,
-        send=_sender(view, snapshot) if view.use_vllm else None,
-    )
-    if number := len(rollouts.waiting):
-        logger.info(f"Sampling {number} rollout batch(es) that the checkpoint names again, with its weights.")
-    try:
-        for step, weights in rollouts.waiting:
-            ahead.submit(step, weights)
-    except BaseException:
-        ahead.close()
-        raise
-    return ahead
-
-
-def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
-    def prepare(model: Any) -> Any:
-        install(base_model_of(model), view.temperature, view.args.cast_lm_head_to_fp32)
-        return accelerator.prepare_model(model, evaluation_mode=True)
-
-    policy, others = view.policy, (view.ref_model, view.teacher_model)
-    reference, teacher = (None if model is None else accelerator.unwrap_model(model) for model in others)
-    device = next(policy.parameters()).device
-    snapshot = Snapshot(policy, reference, view.args.sync_ref_model, device, prepare, teacher)
-    if view.args.bitwise_invariant:
-        align_memory(*(m for m in (snapshot.policy, snapshot.reference, snapshot.teacher) if m is not None))
-    return snapshot
-
-
-def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
-    generation = copy.copy(view.vllm_generation)
-    generation.model = snapshot.policy
-
-    def send() -> None:
-        wait_for_all()  # the main process sends, and every process asks
-        with raise_on_all("sending weights"):
-            generation.sync_weights()
-        view.note_weights_sent(-1)  # an evaluation sends the current weights
-
-    return send
-
-
-def _worker(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
-    view, main = rollouts.view, rollouts.worker
-    images, rewards, settings = main.images, main.rewards, main.settings
-    if images.prepare is not None:
-        processor = copy.deepcopy(view.processing_class)
-        prepare = PromptProcessor(processor, template_of(view), images.prepare.image_token)
-        images = replace(images, prepare=prepare)
-
-    @contextlib.contextmanager
-    def generating() -> Iterator[Any]:
-        kwargs: Any = view.generation_kwargs
-        ready = compat.unwrapped_for_generation(snapshot.policy, accelerator, generation_kwargs=kwargs)
-        with ready as model, as_in_training(model, accelerator):
-            yield model
-
-    engine: Any
-    if view.use_vllm:
-        server: Any = main.engine
-        engine = VllmServer(server.generation, server.client, server.seeded)
-    else:
-        engine = TransformersEngine(
-            lambda: snapshot.policy, generating, settings, images.of_transcripts, rollouts.memory
-        )
-    models = Models(snapshot.policy, snapshot.reference, snapshot.teacher)
-    twins = zip((view.model, view.ref_model, view.teacher_model), models, strict=True)
-    return RolloutWorker(
-        forwards=main.forwards.copy(accelerator, [pair for pair in twins if pair[0] is not None]),
-        models=lambda: models,
-        engine=engine,
-        rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),
-        images=images,
-        clock=PhaseClock(),
-        settings=settings,
-        retired=main.retired,
-    )

@@ -3,9 +3,11 @@
 Called by the trainer, once.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -15,25 +17,29 @@ from ..batching.micro_batches import Form
 from ..forward.architecture import base_model_of
 from ..forward.form_check import probe_rows
 from ..forward.images import PromptProcessor
+from ..forward.lm_head import install
 from ..forward.routing import Router, routers_of
 from ..forward.runner import ForwardRunner
+from ..forward.snapshot import Snapshot
 from ..precision.half import as_in_training
 from ..rewards.guard import Faults
 from ..rewards.runner import RewardRunner
 from ..rewards.workers import RewardWorkers
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import shards_parameters
+from ..runtime.collectives import raise_on_all, shards_parameters, wait_for_all
+from ..runtime.determinism import align_memory
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
+from ..sampling.engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
+from ..sampling.engine_check import EngineCheck, rounding_bound, surplus_of
+from ..sampling.vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
+from ..sampling.vllm_weights import Generation, versions_of
 from ..view import TrainerView
-from .engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
-from .engine_check import EngineCheck, rounding_bound, surplus_of
+from .ahead import RolloutsAhead, RolloutThread
 from .images import ImageSource
 from .log import RolloutLog
 from .rounds import ScoredBatch
 from .settings import LOGPS, own_sampling, suppressed_in, template_of
 from .source import Rollouts
-from .vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
-from .vllm_weights import Generation, versions_of
 from .worker import Models, RolloutWorker
 
 logger = get_logger(__name__)
@@ -57,7 +63,8 @@ def build_rollouts(
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
     worker = _worker(view, images, forwards, memory, clock)
-    return forwards, Rollouts(view, worker, _check(view, worker.engine), RolloutLog(view), memory, limits, note)
+    parts = _check(view, worker.engine), RolloutLog(view), memory, limits, note, build_ahead
+    return forwards, Rollouts(view, worker, *parts)
 
 
 def _worker(
@@ -136,3 +143,95 @@ def _check(view: TrainerView, engine: Any) -> EngineCheck | None:
 
     layers = view.model.config.get_text_config().num_hidden_layers
     return EngineCheck(functools.cache(surplus), rounding_bound(layers))
+
+
+# ---- Sampling ahead -------------------------------------------------------------------------------------------------
+
+
+def build_ahead(rollouts: Rollouts) -> RolloutsAhead:
+    view, accelerator = rollouts.view, copy.copy(rollouts.view.accelerator)
+    accelerator._models = []  # without the models that are trained
+    snapshot = _snapshot(view, accelerator)
+    ahead = RolloutsAhead(
+        view=view,
+        settings_now=rollouts.settings_now,
+        worker=_worker_ahead(rollouts, snapshot, accelerator),
+        snapshot=snapshot,
+        thread=RolloutThread(rollouts.threads, snapshot.device),
+        clock=rollouts.worker.clock,
+        steps=rollouts.steps,
+        send=_sender(view, snapshot) if view.use_vllm else None,
+    )
+    if number := len(rollouts.waiting):
+        logger.info(f"Sampling {number} rollout batch(es) that the checkpoint names again, with its weights.")
+    try:
+        for step, weights in rollouts.waiting:
+            ahead.submit(step, weights)
+    except BaseException:
+        ahead.close()
+        raise
+    return ahead
+
+
+def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
+    def prepare(model: Any) -> Any:
+        install(base_model_of(model), view.temperature, view.args.cast_lm_head_to_fp32)
+        return accelerator.prepare_model(model, evaluation_mode=True)
+
+    policy, others = view.policy, (view.ref_model, view.teacher_model)
+    reference, teacher = (None if model is None else accelerator.unwrap_model(model) for model in others)
+    device = next(policy.parameters()).device
+    snapshot = Snapshot(policy, reference, view.args.sync_ref_model, device, prepare, teacher)
+    if view.args.bitwise_invariant:
+        align_memory(*(m for m in (snapshot.policy, snapshot.reference, snapshot.teacher) if m is not None))
+    return snapshot
+
+
+def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
+    generation = copy.copy(view.vllm_generation)
+    generation.model = snapshot.policy
+
+    def send() -> None:
+        wait_for_all()  # the main process sends, and every process asks
+        with raise_on_all("sending weights"):
+            generation.sync_weights()
+        view.note_weights_sent(-1)  # an evaluation sends the current weights
+
+    return send
+
+
+def _worker_ahead(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
+    view, main = rollouts.view, rollouts.worker
+    images, rewards, settings = main.images, main.rewards, main.settings
+    if images.prepare is not None:
+        processor = copy.deepcopy(view.processing_class)
+        prepare = PromptProcessor(processor, template_of(view), images.prepare.image_token)
+        images = replace(images, prepare=prepare)
+
+    @contextmanager
+    def generating() -> Iterator[Any]:
+        kwargs: Any = view.generation_kwargs
+        ready = compat.unwrapped_for_generation(snapshot.policy, accelerator, generation_kwargs=kwargs)
+        with ready as model, as_in_training(model, accelerator):
+            yield model
+
+    engine: Any
+    if view.use_vllm:
+        server: Any = main.engine
+        engine = VllmServer(server.generation, server.client, server.seeded)
+    else:
+        engine = TransformersEngine(
+            lambda: snapshot.policy, generating, settings, images.of_transcripts, rollouts.memory
+        )
+    models = Models(snapshot.policy, snapshot.reference, snapshot.teacher)
+    twins = zip((view.model, view.ref_model, view.teacher_model), models, strict=True)
+    return RolloutWorker(
+        forwards=main.forwards.copy(accelerator, [pair for pair in twins if pair[0] is not None]),
+        models=lambda: models,
+        engine=engine,
+        rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),
+        images=images,
+        clock=PhaseClock(),
+        settings=settings,
+        retired=main.retired,
+    )

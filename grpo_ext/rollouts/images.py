@@ -13,6 +13,7 @@ from ..errors import DataError
 from ..forward.columns import ROW_IMAGES
 from ..forward.images import PromptProcessor, RowImages, images_in, messages_of, packed_images, unpacked_images
 from ..runtime.collectives import any_process
+from ..sampling.turn import Context
 from .transcript import Transcript
 
 
@@ -24,7 +25,7 @@ class ImageSource:
         if self.prepare is not None:
             self.prepare.processor, self.prepare.template = processor, template
 
-    def of_transcripts(self, transcripts: Sequence[Transcript]) -> RowImages | None:
+    def of_transcripts(self, transcripts: Sequence[Context]) -> RowImages | None:
         if self.prepare is None:
             return None
         return RowImages(_numbers(transcripts), lambda number: transcripts[number].images, self.prepare)
@@ -57,7 +58,7 @@ class ImageSource:
             )
 
 
-def _numbers(transcripts: Sequence[Transcript]) -> list[int]:
+def _numbers(transcripts: Sequence[Context]) -> list[int]:
     """For each transcript the place of the first one with the same images."""
     return _first_places([(t.number, place if t.number is None else None) for place, t in enumerate(transcripts)])
 

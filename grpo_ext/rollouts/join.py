@@ -8,7 +8,7 @@ computed from the shares of all.
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,14 @@ class Round:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+
+@dataclass
+class Scoring:
+    """A user's `_generate_and_score_completions` while it runs: what it was asked for, and what TRL's method made."""
+
+    request: RolloutRequest
+    rounds: list[Round] = field(default_factory=list)
 
 
 def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> tuple[list[Share], list[Texts]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -20,12 +20,10 @@ from ..batching.sizes import ChunkSizes
 from ..config import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
+from ..sampling.turn import Turn
 from .chat import Chat
 from .tools import Toolbox, TurnLimits
-from .transcript import Transcript, Turn
-
-if TYPE_CHECKING:
-    from .join import Round
+from .transcript import Transcript
 
 
 @dataclass(frozen=True)
@@ -152,11 +150,3 @@ class TurnRows:
     sizes: ChunkSizes
     made: list[Turn] = field(default_factory=list, init=False)  # by TRL's method
     calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls
-
-
-@dataclass
-class Scoring:
-    """A user's `_generate_and_score_completions` while it runs: what it was asked for, and what TRL's method made."""
-
-    request: RolloutRequest
-    rounds: list[Round] = field(default_factory=list)

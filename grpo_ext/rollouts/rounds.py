@@ -16,8 +16,8 @@ from ..batching.prompt_order import StepDataset, StepRows
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError, counted
 from ..forward.columns import ADVANTAGES, ROW_IMAGES
+from ..sampling.equal_shares import refuse_unequal_shares
 from .batch import RolloutBatch, gather_scored
-from .equal_shares import refuse_unequal_shares
 from .images import ImageSource
 from .join import Round
 from .local import RewardSettings, RolloutSettings

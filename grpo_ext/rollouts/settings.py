@@ -15,18 +15,18 @@ from ..algorithms.losses import RatioRule
 from ..batching.sizes import ChunkSizes
 from ..forward.architecture import base_model_of
 from ..rewards.runner import RewardFunctions
+from ..sampling import keyed
+from ..sampling.decoding import end_tokens
+from ..sampling.engine_check import EngineCheck
+from ..sampling.equal_shares import refuse_unequal_shares, why_equal
+from ..sampling.keyed import filter_values, not_replayed, setting_of, suppressed_tokens, truncating
+from ..sampling.vllm import vllm_filters
 from ..value_checks import check_advantage_k
 from ..view import TrainerView
-from . import keyed
 from .chat import Chat
-from .decoding import end_tokens
-from .engine_check import EngineCheck
-from .equal_shares import refuse_unequal_shares, why_equal
-from .keyed import filter_values, not_replayed, setting_of, suppressed_tokens, truncating
 from .local import Hooks, LogprobSettings, RewardSettings, RolloutSettings, SamplingSettings
 from .tools import Environments, Toolbox, TurnLimits
 from .trl_shapes import checked_rollout
-from .vllm import vllm_filters
 from .worker import RolloutWorker
 
 SCORE = "_generate_and_score_completions"
@@ -176,7 +176,7 @@ def sampling_config(view: TrainerView) -> GenerationConfig:
 
 def outside_masks(view: TrainerView) -> dict[str, bool]:
     """Settings of sampling that replayed masks do not describe, for `refuse_excluded`."""
-    if view.use_vllm or view.rollout_func is not None:  # rollouts.vllm checks vLLM's
+    if view.use_vllm or view.rollout_func is not None:  # sampling.vllm checks vLLM's
         return {}
     return not_replayed(view.policy, view.generation_config, view.temperature)
 

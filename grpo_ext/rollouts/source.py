@@ -7,8 +7,10 @@ arguments, here and in `rollouts.worker`; without one a rollout is not put into 
 Called by the trainer, and by users through TRL's methods.
 """
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,7 @@ from accelerate.logging import get_logger
 
 from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepLoader, StepRows, make_loader
 from ..errors import RewardError
-from ..forward.columns import OLD_LOGPS
+from ..forward.columns import OLD_LOGPS, SAMPLING_LOGPS
 from ..forward.snapshot import Weights
 from ..rewards.worker import RewardCall
 from ..runtime.attributes import temporarily_set
@@ -32,14 +34,14 @@ from ..runtime.collectives import (
     wait_for_all,
 )
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
+from ..sampling.engine_check import EngineCheck
+from ..sampling.equal_shares import why_equal
 from ..view import TrainerView
-from .ahead import Job, RolloutsAhead, build_ahead
+from .ahead import Job, RolloutsAhead
 from .batch import RolloutBatch, batch_state, saved_batch
-from .engine_check import EngineCheck
-from .equal_shares import why_equal
 from .images import ImageSource
-from .join import Round, exchange, join
-from .local import LocalRollout, RolloutSettings, Scoring
+from .join import Round, Scoring, exchange, join
+from .local import LocalRollout, RolloutSettings
 from .log import RolloutLog
 from .rounds import ScoredBatch, fill_groups, round_by_user
 from .settings import read_settings, template_of
@@ -74,6 +76,7 @@ class Rollouts:
     limits: MicroBatchLimits  # of training, which also bound the forwards of a rollout
     # called for each rollout batch: the first step that trains on it, and the step whose weights sampled it
     note: Callable[[int, int, ScoredBatch], None]
+    build_ahead: Callable[[Rollouts], RolloutsAhead]
     current: CurrentBatch | None = field(default=None, init=False)
     # what a user's `_generate_and_score_completions`, or `_calculate_rewards`, is called for while it runs
     scoring: Scoring | None = field(default=None, init=False)
@@ -156,7 +159,7 @@ class Rollouts:
         request, args, step = rows.request, self.view.args, self.view.state.global_step
         name = None if self.current is None else self.current.name
         if args.rollout_lag and self.ahead is None:
-            self.ahead, self.waiting = build_ahead(self), ()
+            self.ahead, self.waiting = self.build_ahead(self), ()
             self.ahead.submit_due(name, 0)
         ahead = self.ahead
         if ahead is not None and not args.dynamic_sampling:
@@ -242,7 +245,9 @@ class Rollouts:
         rewards = None if hooks.rewards is None else self._rewards_by_user(local, hooks.rewards, count)
         joined = join(local.request, shares, texts, local.settings, view.accelerator.process_index, rewards)
         if self.check is not None and not hooks.sampling:
-            self.check.compare(joined.batch)
+            columns: Mapping[str, Any] = joined.batch.columns
+            known = (columns[name].values if name in columns else None for name in (OLD_LOGPS, SAMPLING_LOGPS))
+            self.check.compare(joined.batch.loss_masks.values, *known)
         if not local.settings.logprobs.trained_on:
             joined.batch = joined.batch.having(OLD_LOGPS, None)
         return joined

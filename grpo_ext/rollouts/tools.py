@@ -22,8 +22,9 @@ from ..compat import supports_tool_calling
 from ..errors import ConfigError, DataError, RolloutError, did_you_mean
 from ..forward.images import images_in
 from ..rewards.guard import CallTimeout, in_time
+from ..sampling.turn import Turn
 from .chat import Chat
-from .transcript import Messages, Transcript, Turn
+from .transcript import Messages, Transcript
 
 logger = get_logger(__name__)
 Tool = Callable[..., Any]

@@ -18,12 +18,13 @@ from ..errors import ConfigError
 from ..forward.columns import KEPT_COUNTS, KEPT_IDS
 from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
+from ..sampling.keyed import FIRST_ADDED, request_keys
+from ..sampling.turn import Turn
 from .batch import ROW
-from .keyed import FIRST_ADDED, request_keys
 from .local import LocalRollout, TurnRows
 from .settings import sampling_config
 from .source import Rollouts
-from .transcript import Transcript, Turn
+from .transcript import Transcript
 from .trl_shapes import trl_dictionary
 
 
@@ -82,7 +83,7 @@ class TrlMethods:
         sampling, transcripts = local.settings.sampling, list[Transcript]()
         keys = request_keys(local.request, len(prompts), sampling.seed, sampling.training, next(local.generate_calls))
         for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
-            transcripts.append(Transcript({"prompt": prompt}, key, place))
+            transcripts.append(Transcript(key, place, row={"prompt": prompt}))
             transcripts[-1].set_prompt(prompt)
         self.worker.tokenize(transcripts, sampling)
         sampled = self.worker.generate(local, transcripts)

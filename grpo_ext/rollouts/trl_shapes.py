@@ -12,12 +12,12 @@ from accelerate.utils import send_to_device
 
 from ..errors import RolloutError
 from ..forward.columns import ADVANTAGES, COMPLETION_MASK, SAMPLER_LOGPS, TOOL_MASK
+from ..sampling.engine import EngineSettings
+from ..sampling.turn import Turn
 from .batch import RolloutBatch, Values
-from .engine import EngineSettings
 from .images import ImageSource
 from .join import Round, token_columns
 from .local import LocalRollout
-from .transcript import Turn
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (

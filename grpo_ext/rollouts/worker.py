@@ -27,15 +27,16 @@ from ..rewards.worker import RewardCall
 from ..runtime.attributes import temporarily_set
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process, uneven_collectives
+from ..sampling.decoding import unique
+from ..sampling.engine import Engine, EngineSettings, cut_calls
+from ..sampling.keyed import request_keys
+from ..sampling.turn import Turn, images_shown
 from .batch import ROW
 from .chat import ROW_KWARGS
-from .decoding import unique
-from .engine import Engine, EngineSettings, cut_calls
 from .images import ImageSource
-from .keyed import request_keys
 from .local import LocalRollout, RolloutSettings, SamplingSettings, TurnRows
 from .tools import continue_with
-from .transcript import Transcript, Turn, images_shown, share_prompt_experts
+from .transcript import Transcript, share_prompt_experts
 from .trl_shapes import take_rollout
 
 
@@ -91,7 +92,7 @@ class RolloutWorker:
         """Make transcripts of rows: reset their environments, and put images into their messages."""
         keys = request_keys(rows.request, len(rows), sampling.seed, sampling.training, repeat)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
-        transcripts = [Transcript(row, key, place, number) for place, (row, key, number) in columns]
+        transcripts = [Transcript(key, place, number, row=row) for place, (row, key, number) in columns]
         sampling.toolbox.environments.begin(transcripts, sampling.limits.seconds)
         for transcript in transcripts:
             transcript.set_prompt(sampling.chat.with_images(transcript.prompt, transcript.row))

@@ -31,13 +31,13 @@ from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
 from ..precision.non_finite import bad_weights, refuse_bad_weights
 from ..rollouts.ahead import describe_lag
-from ..rollouts.keyed import most_kept
 from ..rollouts.settings import truncating_filters
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import from_main_process, shards_parameters
 from ..runtime.determinism import environment
 from ..runtime.out_of_memory import MicroBatchLimits, device_kind
+from ..sampling.keyed import most_kept
 from ..settings import named
 from ..step.evaluation import PassAtK
 from ..view import TrainerView

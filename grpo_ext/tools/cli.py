@@ -111,7 +111,7 @@ def plan(
     half = bool(settings.get("bf16", True) or settings.get("fp16")) and not settings.get("bitwise_invariant")
     bound = None
     if settings.get("sampling_mask") == "replay":
-        from ..rollouts.keyed import most_kept, truncating_in  # loads torch
+        from ..sampling.keyed import most_kept, truncating_in  # loads torch
 
         bound = most_kept(truncating_in(settings))
     sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "longest": longest, "half": half, "most_kept": bound}

@@ -19,7 +19,7 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
 
     None, False or 0 turns them off.
     """
-    from ..rollouts.keyed import truncating_in  # loads torch
+    from ..sampling.keyed import truncating_in  # loads torch
 
     filters = truncating_in(settings) or settings.get("generation_kwargs")
     without = set() if filters else {"sampling_mask"}  # it changes nothing if all tokens are kept

@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from grpo_ext.forward.runner import ForwardRunner
 from grpo_ext.precision.half import half_weights
-from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.transcript import Transcript, Turn
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.sampling import engine
+from grpo_ext.sampling.turn import Turn
 from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.toy_recipe import load_recipe
 from tests.support.trainers import change, error, far, make, on
@@ -222,7 +223,7 @@ def chunks() -> dict[str, Run]:
     texts = [questions[i % 4].format(3 + i, 5 + i % 9) for i in range(32)]
     chats = [[{"role": "user", "content": text}] for text in texts]
     ids: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
-    rows = [Transcript({}, 8 * i + j, prompt_ids=prompt) for i, prompt in enumerate(ids) for j in range(8)]
+    rows = [Transcript(8 * i + j, prompt_ids=prompt) for i, prompt in enumerate(ids) for j in range(8)]
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
     config = GenerationConfig(max_new_tokens=LENGTH, do_sample=True, top_k=0, **ends)
     return {

@@ -89,6 +89,10 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def scored(self: Any, model: Any, rows: Any, *args: Any) -> tuple[torch.Tensor, None]:
+    return torch.rand(sum(rows.completions_B)), None
+
+
 def main(completions: int = 256, tokens: int = 2048) -> None:
     PartialState()
     watch, generator = Watch(), torch.Generator().manual_seed(0)
@@ -98,12 +102,16 @@ def main(completions: int = 256, tokens: int = 2048) -> None:
     settings |= {"max_steps": ROUNDS + 1, "num_iterations": 1, "rollout_lag": 0, "max_completion_length": tokens}
     settings |= {"beta": 0.1, "learning_rate": 1e-9, "save_strategy": "no", "trail": False}
     with tempfile.TemporaryDirectory() as folder:
-        parts = {"train_dataset": prompts(completions // 8 * (ROUNDS + 1))}
-        trainer = make(folder, tiny_model(max_position_embeddings=2 * tokens), lambda completions, **_: [float(hash(c) % 7) for c in completions], **parts, **settings)
+        settings["train_dataset"] = prompts(completions // 8 * (ROUNDS + 1))
+        trainer = make(
+            folder,
+            tiny_model(max_position_embeddings=2 * tokens),
+            lambda completions, **_: [float(hash(c) % 7) for c in completions],
+            **settings,
+        )
         rows = torch.randint(5, 24, (completions, tokens), generator=generator).tolist()
         give_completions(trainer, rows)
-        forwards_of = lambda self, model, rows, *args: (torch.rand(sum(rows.completions_B)), None)  # noqa: E731
-        ForwardRunner.rollout_log_probs = forwards_of  # type: ignore[method-assign]
+        ForwardRunner.rollout_log_probs = scored  # type: ignore[method-assign,assignment]
         trainer._loss_of = lambda model, micro_batch: micro_batch.add_loss(
             0.0 * sum(p.sum() for p in model.parameters())
         )
@@ -121,7 +129,11 @@ def main(completions: int = 256, tokens: int = 2048) -> None:
         trainer.train()
     if PartialState().is_main_process:
         labels = {label: None for part in watch.rounds[1:] for label in part}
-        print(json.dumps({label: round(statistics.median(part[label] for part in watch.rounds[1:]), 4) for label in labels}))
+        print(
+            json.dumps(
+                {label: round(statistics.median(part[label] for part in watch.rounds[1:]), 4) for label in labels}
+            )
+        )
 
 
 if __name__ == "__main__":

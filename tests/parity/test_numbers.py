@@ -13,7 +13,7 @@ from peft import LoraConfig
 from trl.trainer import grpo_trainer
 
 import grpo_ext
-from grpo_ext.rollouts.engine_check import EngineCheck
+from grpo_ext.sampling.engine_check import EngineCheck
 from tests.parity.harness import GROUP, ROWS, Known, alike, compare, run_one, train
 from tests.parity.scripts import (
     EOS,

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.rewards.registry import resolve_rewards
-from grpo_ext.rollouts.equal_shares import check_equal_shares
+from grpo_ext.sampling.equal_shares import check_equal_shares
 from tests.support.selection import few_of
 from tests.support.toy_recipe import (
     CONFIGS,

@@ -35,13 +35,13 @@ CHECK = "tests/unit/tools/test_check.py"
 CHECKPOINTS = "tests/trainer/test_checkpoints.py"
 CHECKS = "tests/unit/test_checks.py"
 CUTS = "tests/unit/batching/test_micro_batches.py"
-DECODING = "tests/unit/rollouts/test_decoding.py"
+DECODING = "tests/unit/sampling/test_decoding.py"
 DYNAMIC = "tests/trainer/test_dynamic_sampling.py"
 FIXED_POINT = "tests/unit/precision/test_fixed_point.py"
 GUARD = "tests/unit/rewards/test_guard.py"
 HEAD = "tests/unit/forward/test_tiled_log_probs.py"
 INTERRUPTS = "tests/trainer/test_interrupts.py"
-KEYED = "tests/unit/rollouts/test_keyed.py"
+KEYED = "tests/unit/sampling/test_keyed.py"
 LOSSES = "tests/unit/algorithms/test_losses.py"
 MEMORY = "tests/unit/runtime/test_out_of_memory.py"
 METRICS = "tests/unit/step/test_gradients_and_metrics.py"
@@ -106,10 +106,10 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ("not abs(number) <= _LARGEST", "abs(number) > _LARGEST", GUARD),
         ("if len(values) != self.record.rows:", "if len(values) < self.record.rows:", GUARD),
     ],
-    "rollouts/keyed.py": [
+    "sampling/keyed.py": [
         ("(torch.tensor(list(request.prompts)) +", "(torch.arange(len(request.prompts)) +", f"{KEYED} -k keys")
     ],
-    "rollouts/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
+    "sampling/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
     "run/checkpoint.py": [('if digest != files[path]["sha256"]:', "if not digest:", f"{CHECKPOINTS} -k whole")],
     "step/statistics.py": [("if weight and self.counted:\n", "if self.counted:\n", METRICS)],
     "runtime/out_of_memory.py": [
@@ -149,7 +149,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
             "tests/trainer/test_tools.py -k hangs",
         ),
     ],
-    "rollouts/engine_check.py": [
+    "sampling/engine_check.py": [
         (".item()) <= self.bound", ".item()) <= 1e9 * self.bound", "tests/trainer/test_vllm.py -k other_weights")
     ],
     "rollouts/images.py": [

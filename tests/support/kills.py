@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.rollouts import engine
 from grpo_ext.run import checkpoint, state
+from grpo_ext.sampling import engine
 from grpo_ext.step import gradients
 from tests.support.tiny import letter_reward
 

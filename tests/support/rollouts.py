@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from grpo_ext.rollouts.engine import EngineSettings, sample_chunk
-from grpo_ext.rollouts.transcript import Transcript, Turn
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.sampling.engine import EngineSettings, sample_chunk
+from grpo_ext.sampling.turn import Turn
 
 
 def sampled_chunk(
@@ -20,7 +21,7 @@ def sampled_chunk(
     compact: bool = False,
 ) -> list[list[int]]:
     """What `sample_chunk` samples after prompts."""
-    rows = [Transcript({}, key, prompt_ids=list(ids)) for ids, key in zip(prompts, keys_B.tolist())]
+    rows = [Transcript(key, prompt_ids=list(ids)) for ids, key in zip(prompts, keys_B.tolist())]
     pad = config.pad_token_id or 0
     settings = EngineSettings(torch.device(device), None, filler=0, pad=pad, multiple=multiple)
     with torch.no_grad():

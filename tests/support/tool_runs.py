@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from grpo_ext.rollouts import engine
+from grpo_ext.sampling import engine
 from tests.support.drop_in import conversations
 from tests.support.launch import leave
 from tests.support.rollouts import share_forwards

@@ -8,7 +8,7 @@ import torch
 from peft import LoHaConfig, LoraConfig, get_peft_model
 from trl.distributed import DistributedBackend
 
-from grpo_ext.rollouts.vllm_weights import Generation
+from grpo_ext.sampling.vllm_weights import Generation
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA
 

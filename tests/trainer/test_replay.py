@@ -209,7 +209,7 @@ def test_experts_are_recorded_however_completions_are_sampled(tmp_path, recorded
 
 
 def test_a_group_shares_the_experts_of_its_prompt_and_no_other_group_has_them():
-    transcripts = [Transcript({}, key=0, place=n, prompt_ids=[5, 6]) for n in range(4)]
+    transcripts = [Transcript(key=0, place=n, prompt_ids=[5, 6]) for n in range(4)]
     for number, transcript in enumerate(transcripts):
         transcript.columns[EXPERTS] = torch.full((3, 2), number)
     share_prompt_experts(transcripts, num_generations=2)

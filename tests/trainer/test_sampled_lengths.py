@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from grpo_ext.batching.sizes import BatchGeometry
-from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.engine import TransformersEngine
+from grpo_ext.sampling import engine
+from grpo_ext.sampling.engine import TransformersEngine
 from tests.support.selection import few_of
 from tests.support.shrunk import shrunk
 from tests.support.tiny import tiny_model

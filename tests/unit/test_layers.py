@@ -23,6 +23,7 @@ INNER = (
     "view",
     "forward",
     "rewards",
+    "sampling",
     "rollouts",
     "step",
 )

@@ -22,7 +22,7 @@ from grpo_ext import compat
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.batching.sizes import ChunkSizes
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.vllm import VllmServer, seeds_of
+from grpo_ext.sampling.vllm import VllmServer, seeds_of
 from tests.support.launch import ROOT
 from tests.support.server import generation_settings
 
@@ -164,7 +164,7 @@ def test_a_server_samples_by_the_seeds_however_prompts_are_sent(server):
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
     rows = torch.arange(3).repeat_interleave(4)
     keys = completion_keys(3, 1, 0, 0, rows, torch.arange(4).repeat(3))
-    transcripts = [Transcript({}, key, prompt_ids=prompts[i // 4]) for i, key in enumerate(keys.tolist())]
+    transcripts = [Transcript(key, prompt_ids=prompts[i // 4]) for i, key in enumerate(keys.tolist())]
     seeds = seeds_of(transcripts, 4)
 
     def ask(rows: list[Transcript]) -> list[list[int]]:

@@ -8,7 +8,8 @@ from grpo_ext.errors import DataError
 from grpo_ext.forward.columns import SAMPLING_LOGPS
 from grpo_ext.rollouts.chat import Chat
 from grpo_ext.rollouts.tools import Environments, Toolbox, TurnLimits, continue_with
-from grpo_ext.rollouts.transcript import Transcript, Turn
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.sampling.turn import Turn
 from tests.support.tiny import tiny_tokenizer
 from tests.support.tool_runs import count, sampled
 
@@ -25,7 +26,7 @@ def test_an_answer_after_a_stop_string_begins_with_the_end_of_the_message():
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<eos>{% endfor %}a:"
     chat, limits = Chat(tokenizer, [count]), TurnLimits(10**4, message_ends={1})
     call = {"type": "function", "function": {"name": "count", "arguments": {"number": 3}}}
-    rows = [Transcript({}, key=0, ids=ids, mask=[1, 1], completion=[{}], calls=[call]) for ids in ([5, 1], [5, 6])]
+    rows = [Transcript(key=0, ids=ids, mask=[1, 1], completion=[{}], calls=[call]) for ids in ([5, 1], [5, 6])]
     Toolbox([count], Environments()).answer(rows, chat, limits)
     after_end, after_string = rows
     assert after_end.ids[1] == after_string.ids[2] == 1
@@ -35,7 +36,7 @@ def test_an_answer_after_a_stop_string_begins_with_the_end_of_the_message():
 
 def test_calls_of_kinds_that_end_trls_run_are_answered():
     calls: list[Any] = [{"name": "count"}, {"type": "function"}, {"type": "function", "function": "count"}]
-    transcript = Transcript({}, key=0, ids=[3], mask=[1], completion=[{}], calls=calls)
+    transcript = Transcript(key=0, ids=[3], mask=[1], completion=[{}], calls=calls)
     chat = Chat(sampled(lambda ids: []), [count])
     assert Toolbox([count], Environments()).answer([transcript], chat, TurnLimits(10**4)) == [transcript]
     kinds = [f"Unsupported tool call type: {kind}" for kind in (None, "function", "function")]
@@ -44,7 +45,7 @@ def test_calls_of_kinds_that_end_trls_run_are_answered():
 
 
 def test_a_turn_without_log_probabilities_has_none():
-    transcript = Transcript({}, key=0, completion=[])
+    transcript = Transcript(key=0, completion=[])
     transcript.add_turn(Turn.of([3], [-1.0]))
     transcript.add_answer([4])
     continue_with(transcript, Turn([5, 6, 7, 8]), Chat(sampled(lambda ids: []), [count]), TurnLimits(5))

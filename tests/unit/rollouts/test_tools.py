@@ -23,7 +23,7 @@ def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(capl
 
     names = ("hang", "count", "hang")
     calls = [{"type": "function", "function": {"name": name, "arguments": {"number": 8}}} for name in names]
-    transcript = Transcript({}, key=0, completion=[], calls=calls)
+    transcript = Transcript(key=0, completion=[], calls=calls)
     toolbox, chat = Toolbox([hang, count], Environments()), Chat(sampled(lambda ids: []), [count])
     with caplog.at_level(logging.WARNING):
         assert toolbox.answer([transcript], chat, TurnLimits(10**5, seconds=0.1)) == [transcript]
@@ -64,6 +64,6 @@ def test_a_reset_that_hangs_or_cannot_be_used_ends_the_run(reset, says):
         def __init__(self) -> None:
             self.reset = reset
 
-    rows = [Transcript({"prompt": [{"role": "user", "content": "a"}]}, key=0)]
+    rows = [Transcript(0, row={"prompt": [{"role": "user", "content": "a"}]})]
     with pytest.raises(RolloutError, match=f"`reset` of environment Broken: {says}"):
         Environments({None: Broken}).begin(rows, seconds=0.1)

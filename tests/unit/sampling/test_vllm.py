@@ -9,7 +9,7 @@ import torch
 from grpo_ext.algorithms.keyed_random import completion_keys
 from grpo_ext.errors import RolloutError
 from grpo_ext.rollouts.transcript import Transcript
-from grpo_ext.rollouts.vllm import seeds_of
+from grpo_ext.sampling.vllm import seeds_of
 from tests.support.server import stand_in
 from tests.support.tool_runs import always_calling
 from tests.support.trainers import first_line, make
@@ -20,7 +20,7 @@ def seeds(prompts: range, rollout: int = 0, ids: Sequence[int] = ()) -> list[int
     """Of groups of four after tokens `ids`."""
     rows = torch.tensor(list(prompts)).repeat_interleave(4)
     keys = completion_keys(3, 1, 0, rollout, rows, torch.arange(4).repeat(len(prompts)))
-    return seeds_of([Transcript({}, key, ids=[*ids]) for key in keys.tolist()], 4)
+    return seeds_of([Transcript(key, ids=[*ids]) for key in keys.tolist()], 4)
 
 
 def test_seeds_follow_from_the_key_alone_and_fit_a_server():

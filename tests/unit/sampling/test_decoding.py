@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.rollouts.decoding import decodes_compactly
+from grpo_ext.sampling.decoding import decodes_compactly
 from tests.support.architectures import HYBRID, architecture
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model

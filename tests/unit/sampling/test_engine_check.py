@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.forward.columns import Rows
-from grpo_ext.rollouts.batch import RolloutBatch
-from grpo_ext.rollouts.engine_check import EngineCheck, rounding_bound, surplus_of
+from grpo_ext.sampling.engine_check import EngineCheck, rounding_bound, surplus_of
 from tests.support.server import generation_settings
 
 TOKENS, VOCABULARY = 400, 64
@@ -32,8 +30,11 @@ def test_filters_and_modes_bound_the_surplus(changes, mode, surplus):
     assert surplus_of(generation_settings(**changes), mode) == (None if surplus is None else pytest.approx(surplus))
 
 
-def sampled(other: float = 0.0, top_p: float = 1.0, top_k: int = VOCABULARY, noise: float = 0.0) -> RolloutBatch:
-    """Tokens by an engine whose logits differ by `other`, of which it keeps some."""
+Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def sampled(other: float = 0.0, top_p: float = 1.0, top_k: int = VOCABULARY, noise: float = 0.0) -> Columns:
+    """Masks, and log-probabilities of trainer and engine; the engine's logits differ by `other`, and it keeps some."""
     generator = torch.Generator().manual_seed(1)
     logits = 2 * torch.randn(TOKENS, VOCABULARY, generator=generator)
     theirs = logits + other * torch.randn(TOKENS, VOCABULARY, generator=generator)
@@ -46,14 +47,12 @@ def sampled(other: float = 0.0, top_p: float = 1.0, top_k: int = VOCABULARY, noi
     mask = torch.ones(TOKENS, dtype=torch.long)
     mask[::7], engine[::7] = 0, -50.0  # tokens of a tool
     engine[1::7] = math.nan
-    names = ("completion_ids", "completion_mask", "old_per_token_logps", "sampling_per_token_logps")
-    columns = zip(names, (ids[:, 0], mask, own, engine))
-    return RolloutBatch.of_columns({name: Rows.of([column]) for name, column in columns}, 1)
+    return mask, own, engine
 
 
-def check(batch: RolloutBatch, **changes: Any) -> None:
+def check(columns: Columns, **changes: Any) -> None:
     surplus = surplus_of(generation_settings(**changes), "processed_logprobs")
-    EngineCheck(lambda: surplus, rounding_bound(30)).compare(batch)
+    EngineCheck(lambda: surplus, rounding_bound(30)).compare(*columns)
 
 
 # the less of the mass is left, the less is known of it

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from grpo_ext.batching.sizes import ChunkSizes
-from grpo_ext.rollouts import engine
-from grpo_ext.rollouts.engine import ContinuousBatching
 from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.sampling import engine
+from grpo_ext.sampling.engine import ContinuousBatching
 from tests.support.tiny import tiny_model
 from tests.support.trainers import change, error, make
 from tests.tolerances import UPDATE
@@ -23,7 +23,7 @@ def test_continuous_batching_leaves_the_weights_as_they_were():
         raise RuntimeError("out of blocks")
 
     with pytest.raises(RuntimeError, match="out of blocks"):
-        ContinuousBatching(turn, lambda: model).generate([Transcript({}, 0, prompt_ids=[3])], None, ChunkSizes(1))
+        ContinuousBatching(turn, lambda: model).generate([Transcript(0, prompt_ids=[3])], None, ChunkSizes(1))
     for parameter, (address, dtype, values) in zip(model.parameters(), before, strict=True):
         assert (parameter.data_ptr(), parameter.dtype) == (address, dtype)
         assert torch.equal(parameter, values)

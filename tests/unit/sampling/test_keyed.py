@@ -18,10 +18,10 @@ from transformers import GenerationConfig
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
 from grpo_ext.batching.prompt_order import ProcessSlices
 from grpo_ext.batching.sizes import BatchGeometry, ChunkSizes, EpochLayout
-from grpo_ext.rollouts.engine import EngineSettings, TransformersEngine, cut_calls, sample_chunk
-from grpo_ext.rollouts.keyed import request_keys
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.runtime.out_of_memory import Halving
+from grpo_ext.sampling.engine import EngineSettings, TransformersEngine, cut_calls, sample_chunk
+from grpo_ext.sampling.keyed import request_keys
 from tests.support.rollouts import sampled_chunk
 from tests.support.selection import few_of
 from tests.support.tiny import tiny_model
@@ -169,7 +169,7 @@ def test_keys_of_other_streams_epochs_rollouts_rounds_and_seeds_differ():
 
 
 def transcripts(places) -> list[Transcript]:
-    return [Transcript({}, key=7 * place, place=place, prompt_ids=[5]) for place in places]
+    return [Transcript(key=7 * place, place=place, prompt_ids=[5]) for place in places]
 
 
 @given(st.lists(st.integers(0, 40), unique=True, max_size=20).map(sorted), st.integers(1, 9))
@@ -183,7 +183,7 @@ def test_rows_of_a_later_turn_keep_the_chunks_of_the_first(places, size):
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3)), max_size=20), st.integers(1, 9))
 def test_rows_of_different_lengths_are_sampled_by_different_calls(lengths, size):
     # in later turns too, where completions have grown
-    rows = [Transcript({}, 0, n, prompt_ids=[5] * p, ids=[6] * c) for n, (p, c) in enumerate(lengths)]
+    rows = [Transcript(0, n, prompt_ids=[5] * p, ids=[6] * c) for n, (p, c) in enumerate(lengths)]
     calls = cut_calls(rows, ChunkSizes(1, size, size, "equal_lengths"))
     assert sorted(index for call in calls for index in call) == list(range(len(rows)))
     names = [{(index // size, sum(lengths[index])) for index in call} for call in calls]
@@ -207,7 +207,7 @@ def test_a_later_turn_goes_on_where_the_completion_is(model):
     config, prompts, engine = sampling(suppress_tokens=[EOS], max_new_tokens=4), PROMPTS[:4] * 4, engine_of(model)
     sizes = ChunkSizes(group=4, chunk=8, call=8)
     rows = [
-        Transcript({}, int(key), place, prompt_ids=list(ids)) for place, (key, ids) in enumerate(zip(keys(16), prompts))
+        Transcript(int(key), place, prompt_ids=list(ids)) for place, (key, ids) in enumerate(zip(keys(16), prompts))
     ]
     with torch.no_grad():
         for row, turn in zip(rows, engine.generate(rows, config, sizes)):

@@ -34,7 +34,7 @@ from ..settings import named, refuse_excluded
 from .engine_check import NEUTRAL
 from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
 from .keyed import most_kept, truncating
-from .transcript import Transcript, Turn, images_shown
+from .turn import Context, Turn, images_shown
 
 _BITS = (1 << 62) - 1  # of a server's signed 64-bit seed, to which the index of a completion is added
 SENT = (*(name for name in named("to_vllm") if name != "min_p"), "logprobs", "structured_outputs_regex")
@@ -45,13 +45,13 @@ _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 @dataclass(frozen=True)
 class VllmEngine:
-    generation: Any  # `rollouts.vllm_weights.Generation`
+    generation: Any  # `sampling.vllm_weights.Generation`
     seeded: bool  # each completion has a seed of its own
     profile: Callable[[str], AbstractContextManager[Any]]  # TRL's profiling context of a name
     routers: Sequence[Router] = ()  # the model's, in the order of their columns; empty where no experts are returned
 
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
+        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Turn]:
         engines = self.generation.tensor_parallel_size
         if engines > 1 and not any(transcript.turns for transcript in transcripts):
@@ -91,7 +91,7 @@ class VllmServer:
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
+        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Turn]:
         if not transcripts:
             return []
@@ -124,7 +124,7 @@ class VllmServer:
         return sampled_of(settings, ids, logps)
 
 
-def copies_of(transcripts: Sequence[Transcript], num_generations: int) -> int:
+def copies_of(transcripts: Sequence[Context], num_generations: int) -> int:
     """`num_generations` where all transcripts of every group continue the same tokens, else 1."""
     groups = [transcripts[i : i + num_generations] for i in range(0, len(transcripts), num_generations)]
     shared = all(
@@ -155,7 +155,7 @@ def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completion
     return [Turn.of(*row) for row in zip(ids, values, kept, ended, strict=True)]
 
 
-def seeds_of(transcripts: Sequence[Transcript], num_generations: int) -> list[int]:
+def seeds_of(transcripts: Sequence[Context], num_generations: int) -> list[int]:
     """The seeds of a turn, from the keys and the position of the first token that is sampled.
 
     In the first turn the completions of a group have consecutive seeds: vLLM gives the i-th of `n` completions the seed

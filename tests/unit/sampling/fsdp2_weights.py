@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from grpo_ext.rollouts.vllm_weights import Generation
+from grpo_ext.sampling.vllm_weights import Generation
 from tests.support.vllm_weights import adapted, generation, sent
 
 

@@ -8,7 +8,7 @@ import torch
 from peft import LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from trl.generation.vllm_generation import VLLMGeneration
 
-from grpo_ext.rollouts.vllm_weights import Generation, why_not_alone
+from grpo_ext.sampling.vllm_weights import Generation, why_not_alone
 from tests.support.launch import two_processes
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA

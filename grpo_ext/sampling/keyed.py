@@ -1,7 +1,7 @@
 """Keyed sampling: the random number of a token depends only on the key of its row and on its position.
 
 Differs from transformers' sampling, which draws from one generator for the whole batch, and returns neither the tokens
-that the filters kept nor experts. Used by rollouts.engine. Shapes: B rows, P prompts, T tokens, N tokens of all rows, V
+that the filters kept nor experts. Used by sampling.engine. Shapes: B rows, P prompts, T tokens, N tokens of all rows, V
 vocabulary, K kept ids, C choices of all routers (forward.routing).
 """
 
@@ -21,7 +21,7 @@ from ..forward.architecture import base_model_of
 from ..forward.columns import KEPT_COUNTS, KEPT_IDS, KEPT_MASS, SAMPLER_LOGPS, first_tokens
 from ..forward.routing import BY_ROUTER, Routing
 from ..settings import named
-from .transcript import Transcript
+from .turn import Context
 
 RECORDED = (SAMPLER_LOGPS, KEPT_MASS, KEPT_COUNTS, KEPT_IDS)  # columns of every token
 FILTERS = ("temperature", *named("truncates"), "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -170,11 +170,11 @@ class KeyedChoice(LogitsProcessor):
     """Samples the token of each row by its key.
 
     As the last processor of a greedy `generate` it leaves only that token. With `do_sample=False` the processors passed
-    to `generate` run after the model's, in their order, so the filters run before this one. rollouts.decoding calls
+    to `generate` run after the model's, in their order, so the filters run before this one. sampling.decoding calls
     `tokens` instead.
     """
 
-    def __init__(self, rows: Sequence[Transcript], prompt_width: int, recorder: Recorder, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Context], prompt_width: int, recorder: Recorder, device: torch.device) -> None:
         self.keys_B = torch.tensor([row.key for row in rows], device=device)
         self.offsets_B = torch.tensor([len(row.ids) for row in rows], device=device)
         self.prompt_width, self.recorder = prompt_width, recorder

@@ -7,9 +7,9 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.rollouts import decoding
-from grpo_ext.rollouts.decoding import decodes_compactly
-from grpo_ext.rollouts.keyed import COVERED, why_not_by_key
+from grpo_ext.sampling import decoding
+from grpo_ext.sampling.decoding import decodes_compactly
+from grpo_ext.sampling.keyed import COVERED, why_not_by_key
 from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 

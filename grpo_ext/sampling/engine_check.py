@@ -13,7 +13,6 @@ import torch
 
 from ..errors import RolloutError
 from ..settings import named
-from .batch import RolloutBatch
 
 # sampling parameters of vLLM that do not change the distribution
 NEUTRAL = {
@@ -59,13 +58,12 @@ class EngineCheck:
     bound: float  # see `rounding_bound`
     done: bool = False  # a rollout batch was compared
 
-    def compare(self, batch: RolloutBatch) -> None:
+    def compare(self, mask_S: torch.Tensor, trainer_S: torch.Tensor | None, engine_S: torch.Tensor | None) -> None:
+        """Compare log-probabilities of tokens where the mask is 1; a RolloutError if rounding cannot explain them."""
         self.done, surplus = True, self.surplus()
-        names = ("old_per_token_logps", "sampling_per_token_logps")
-        if surplus is None or not all(name in batch.columns for name in names):
+        if surplus is None or trainer_S is None or engine_S is None:
             return
-        rows = zip(batch.loss_masks, *(batch[name] for name in names))
-        excess = torch.cat([(engine - trainer)[mask.bool()] for mask, trainer, engine in rows]).double()
+        excess = (engine_S - trainer_S)[mask_S.bool()].double()
         excess = excess[~excess.isnan()]
         off = excess.clamp(max=0).neg() + (excess - surplus).clamp(min=0)
         if len(off) and not (mean := off.mean().item()) <= self.bound:

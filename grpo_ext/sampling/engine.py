@@ -32,7 +32,7 @@ from ..runtime.out_of_memory import Halving, available_bytes
 from . import decoding
 from .decoding import RolloutCache, decodes_compactly, unique, without_router_logits
 from .keyed import KeyedChoice, greedy_config, own_generate, sampling_filters, why_not_by_key
-from .transcript import Transcript, Turn
+from .turn import Context, Turn
 
 _ROOM = 1.25  # the most that a growing cache allocates, relative to what it holds
 _MIXED = 64  # times the rounding of one operation: log-probabilities of a row in two batches differ by at most this
@@ -41,7 +41,7 @@ _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and
 
 class Engine(Protocol):
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
+        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Turn]:
         """New tokens of each transcript, in order; `config` is transformers' for this rollout batch, None with vLLM."""
 
@@ -59,7 +59,7 @@ class EngineSettings:
     fp16: bool = False  # named in the explanation of scores that are not finite
 
 
-def cut_calls(transcripts: Sequence[Transcript], sizes: ChunkSizes) -> list[list[int]]:
+def cut_calls(transcripts: Sequence[Context], sizes: ChunkSizes) -> list[list[int]]:
     """The transcripts of each `generate` call, by their index; later turns are cut like the first."""
     # the first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
     # chunks of the whole rollout batch
@@ -76,12 +76,12 @@ class TransformersEngine:
     model: Callable[[], Any]  # returns the policy, with PEFT's wrapper
     generating: Callable[[], contextlib.AbstractContextManager[Any]]  # prepares the model for generation and yields it
     settings: EngineSettings
-    images_of: Callable[[Sequence[Transcript]], RowImages | None]  # None for a model that takes no images
+    images_of: Callable[[Sequence[Context]], RowImages | None]  # None for a model that takes no images
     memory: Halving  # the number of completions that fit into one `generate`
     _mixes: bool | None = None  # see `_mixes_rows`
 
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
+        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Turn]:
         assert config is not None
         sampled: dict[int, Turn] = {}
@@ -101,7 +101,7 @@ class TransformersEngine:
             if sizes.batching == "equal_lengths" and self._mixes_rows(model, config, settings):
                 sizes = replace(sizes, batching="single")
             calls = cut_calls(transcripts, sizes)
-            stand_in = transcripts[:1] or [Transcript(row={}, key=0, prompt_ids=[settings.filler])]
+            stand_in = transcripts[:1] or [Context(0, prompt_ids=[settings.filler])]
             for number in range(max_over_processes(len(calls)) if settings.sharded else len(calls)):
                 indices = calls[number] if number < len(calls) else []
                 chunk = [transcripts[index] for index in indices] or stand_in
@@ -117,7 +117,7 @@ class TransformersEngine:
         if self._mixes is None:
             policy, config = base_model_of(model), copy.deepcopy(config)
             ids = text_ids(policy.config, settings.tokenizer)
-            rows = [Transcript({}, key, prompt_ids=ids[key // 2 :][:4]) for key in range(4)]
+            rows = [Context(key, prompt_ids=ids[key // 2 :][:4]) for key in range(4)]
             config.max_new_tokens = 8
             sample = functools.partial(self._sample, model, rows, config, settings)
             most = _MIXED * rounding_unit(policy, settings.device)
@@ -126,7 +126,7 @@ class TransformersEngine:
         return self._mixes
 
     def _expected_rows(
-        self, model: Any, chunk: Sequence[Transcript], config: GenerationConfig, settings: EngineSettings
+        self, model: Any, chunk: Sequence[Context], config: GenerationConfig, settings: EngineSettings
     ) -> int | None:
         """How many completions of a chunk fit into the free memory at full length; None where that is unknown."""
         free = available_bytes(settings.device)
@@ -143,7 +143,7 @@ class TransformersEngine:
     def _sample(
         self,
         model: Any,
-        chunk: Sequence[Transcript],
+        chunk: Sequence[Context],
         config: GenerationConfig,
         settings: EngineSettings,
         part: Sequence[int],
@@ -170,7 +170,7 @@ def _agree(one: Turn, other: Turn, most: float) -> bool:
 
 def sample_chunk(
     model: Any,
-    rows: Sequence[Transcript],
+    rows: Sequence[Context],
     config: GenerationConfig,
     settings: EngineSettings,
     images: RowImages | None = None,
@@ -180,7 +180,7 @@ def sample_chunk(
     """New tokens of each row, by one call of the model's `generate`.
 
     Turn by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
-    finished rows leave the batch (rollouts.decoding).
+    finished rows leave the batch (sampling.decoding).
     """
     prompts = [row.all_ids for row in rows]
     images_B = [None] * len(rows) if images is None else images.numbers_B
@@ -248,7 +248,7 @@ class ContinuousBatching:
     model: Callable[[], Any]
 
     def generate(
-        self, transcripts: Sequence[Transcript], config: GenerationConfig | None, sizes: ChunkSizes
+        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Turn]:
         if not transcripts:
             return []

@@ -1,0 +1,1 @@
+"""What samples completions: this trainer's own keyed decoding, and engines."""
