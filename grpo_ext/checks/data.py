@@ -14,8 +14,9 @@ from ..forward.architecture import base_model_of
 from ..forward.images import images_of
 from ..forward.rope import covered_length, fix_rope_frequencies
 from ..rollouts.chat import ROW_KWARGS, Chat
-from ..rollouts.settings import SCORE, all_end_tokens, chat_of
+from ..rollouts.settings import SCORE, chat_of
 from ..sampling.keyed import NEW_TOKENS
+from ..sampling.sampler import Sampler
 from ..settings import refuse_excluded
 from ..view import TrainerView
 
@@ -188,10 +189,11 @@ def check_images(dataset: Any, prepare: Any) -> None:
             )
 
 
-def check_tokens(view: TrainerView, surveys: Mapping[str, Survey]) -> None:
-    chat, pad, ends = chat_of(view), view.tokenizer.pad_token_id, all_end_tokens(view)
+def check_tokens(view: TrainerView, sampler: Sampler, surveys: Mapping[str, Survey]) -> None:
+    chat, pad = chat_of(view), view.tokenizer.pad_token_id
+    ends = sampler.ends - {pad} | {*view.eos_token_ids}
     sets = named_sets(view.train_dataset, view.eval_dataset)
-    for token in {*ends, *(() if view.use_vllm else (pad,))}:  # vLLM pads nothing
+    for token in {*ends, *((pad,) if sampler.pads else ())}:
         shown = repr(chat.tokenizer.convert_ids_to_tokens(token))
         chat.check_ids([token], f"the {'end' if token in ends else 'padding'} token {shown}")
     if any(map(has_settings, sets.values())):

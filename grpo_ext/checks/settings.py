@@ -9,8 +9,9 @@ from .. import compat
 from ..algorithms.policy_losses import POLICY_LOSSES
 from ..errors import ConfigError, did_you_mean
 from ..forward.architecture import base_model_of
-from ..rollouts.settings import LOGPS, SCORE, outside_masks, template_of, why_not_by_key
+from ..rollouts.settings import LOGPS, SCORE, template_of
 from ..sampling.keyed import own_generate, setting_of
+from ..sampling.sampler import Sampler
 from ..settings import named, refuse_excluded
 from ..view import TrainerView
 
@@ -35,8 +36,8 @@ def check_generation_kwargs(config: Any) -> None:
         raise ConfigError(f"{name!r} in generation_kwargs is not a setting of {owner}; {remedy}")
 
 
-def check_generation(view: TrainerView) -> None:
-    if view.use_vllm or own_generate(view.model) is not None:
+def check_generation(view: TrainerView, sampler: Sampler) -> None:
+    if sampler.config is None or own_generate(view.model) is not None:
         return
     model, scores = base_model_of(view.model), torch.zeros(1, view.model.config.get_text_config().vocab_size)
     try:
@@ -55,21 +56,18 @@ def check_generation(view: TrainerView) -> None:
         ) from None
 
 
-def check_ends(view: TrainerView) -> None:
-    if view.rollout_func is not None:
+def check_ends(sampler: Sampler) -> None:
+    if sampler.whole:
         return
-    model, name = view.policy, "n" if view.use_vllm else "num_return_sequences"
-    own = view.generation_settings.get(name)
-    if (count := own if view.use_vllm else setting_of(model, view.generation_config, name)) not in (None, 1):
+    name, count = sampler.several
+    if count not in (None, 1):
         raise ConfigError(
             f"{name}={count} in generation_kwargs, or in the model's generation_config: sampling would return {count} "
             "rows of each prompt, and every completion of a group is a row already; use 1, and num_generations."
         )
-    if view.use_vllm or own_generate(model) is not None:
+    if not (strings := sampler.stop_strings):
         return
-    if not (strings := setting_of(model, view.generation_config, "stop_strings")):
-        return
-    if view.use_transformers_continuous_batching:
+    if not sampler.steps:
         raise ConfigError(
             f"stop_strings={strings!r}: use_transformers_continuous_batching=True does not support them; use "
             "eos_token_id in generation_kwargs, or turn it off."
@@ -78,26 +76,24 @@ def check_ends(view: TrainerView) -> None:
         raise ConfigError(f"stop_strings={strings!r}: an empty text would end every completion; leave it out.")
 
 
-def check_replay(view: TrainerView) -> None:
-    vllm, scoring = view.use_vllm, view.overridden(LOGPS)
+def check_replay(view: TrainerView, sampler: Sampler) -> None:
     if view.args.replay.masks:
-        keyed = vllm or view.rollout_func is not None
         facts: dict[str, Any] = {
             "own_sampling": view.overridden(SCORE, "_generate_single_turn"),
-            "own_log_probs": scoring,
+            "own_log_probs": view.overridden(LOGPS),
+            "foreign": None if "masks" in sampler.returns else sampler.not_keyed,
+            "outside_masks": "; ".join(sampler.unmasked),
         }
-        facts["foreign"] = None if keyed else why_not_by_key(view)
-        facts["outside_masks"] = "; ".join(text for text, applies in outside_masks(view).items() if applies)
         remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
         refuse_excluded("sampling_mask", "sampling_mask='replay'", facts, remedy)
     if view.args.replay.experts:
-        plugin = getattr(view.accelerator.state, "fsdp_plugin", None)
+        plugin, config = getattr(view.accelerator.state, "fsdp_plugin", None), sampler.config
         facts = {
             "own_method": view.overridden(SCORE, LOGPS),
             "takes_images": view.takes_images,
             "torch_compile": view.args.torch_compile,
             "fsdp_checkpointing": getattr(plugin, "activation_checkpointing", False),
-            "prefill_chunk_size": not vllm and view.generation_config.prefill_chunk_size is not None,
+            "prefill_chunk_size": config is not None and config.prefill_chunk_size is not None,
         }
         refuse_excluded("routing_replay", "routing_replay=True", facts, "Leave one of the two out.")
 
@@ -118,27 +114,21 @@ def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
         )
 
 
-def scores_differ(view: TrainerView) -> set[str]:
-    args = view.args
-    changed = [setting for setting, applies in outside_masks(view).items() if applies]
-    if view.use_vllm:
-        neutral = {"repetition_penalty": 1.0, "temperature": args.temperature}
-        settings = {"repetition_penalty": args.repetition_penalty, **view.generation_settings}
-        changed = [f"{n}={settings[n]!r}" for n, value in neutral.items() if settings.get(n, value) != value]
+def scores_differ(sampler: Sampler) -> set[str]:
     sentence = (
-        f"{'; '.join(changed)}: completions are sampled from other scores than those that training uses, "
+        f"{'; '.join(sampler.changed)}: completions are sampled from other scores than those that training uses, "
         "which biases the gradient, as in TRL."
     )
-    return {sentence} if changed else set()
+    return {sentence} if sampler.changed else set()
 
 
-def remarks(view: TrainerView) -> list[str]:
+def remarks(view: TrainerView, sampler: Sampler) -> list[str]:
     args, names = view.args, view.reward_func_names
     twice = {name for name in names if names.count(name) > 1}
     best = args.load_best_model_at_end and args.metric_for_best_model in ("loss", "eval_loss")
     thinks = "think_format_reward" in names and _end_of_prompt(view).endswith("<think>")
     own_limit = args.trust_region is not None or view.loss_type in POLICY_LOSSES
-    old = args.use_vllm or args.rollout_lag or view.geometry.steps_per_rollout * view.num_iterations > 1
+    old = "logps" in sampler.returns or args.rollout_lag or view.geometry.steps_per_rollout * view.num_iterations > 1
     limits = [name for name in named("limit") if getattr(args, name) is not None]
     sentences = {
         f"epsilon={args.epsilon:g} does nothing with this trust_region or loss_type, which has its own limit; leave it "

@@ -24,8 +24,7 @@ from ..forward.quantised import outlier_thresholds
 from ..forward.reference import weight_sums
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
 from ..forward.token_slice import refuse_heads
-from ..rollouts.images import ImageSource
-from ..rollouts.settings import SCORE, advantage_rule, own_sampling, suppressed_in, template_of, why_not_by_key
+from ..rollouts.settings import SCORE, advantage_rule, template_of
 from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_names, check_tools
 from ..run.checkpoint import create_output_dir
@@ -33,6 +32,7 @@ from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from ..sampling.equal_shares import check_equal_shares, why_equal
+from ..sampling.sampler import Sampler
 from ..sampling.vllm import SENT
 from ..settings import named, refuse_excluded
 from ..step.gradients import refuse_gradient_hooks
@@ -180,10 +180,11 @@ def check_trainer(
             f"{method} would be given a step's rows and return a RolloutBatch of all processes, not TRL's dictionary; "
             "override _generate_and_score_completions (rows -> the dictionary), or compute_loss (each micro-batch)."
         )
-    settings.check_ends(view)
+    sampler = rollouts.sampler
+    settings.check_ends(sampler)
     refuse_overrides(view)
-    settings.check_generation(view)
-    check_tokens(view, surveys)
+    settings.check_generation(view, sampler)
+    check_tokens(view, sampler, surveys)
     _refuse_images_and_tools(view, rollouts)
     refuse_unknown_head(base_model_of(policy))
     models.refuse_adapters(policy)
@@ -203,20 +204,20 @@ def check_trainer(
     if not view.is_deepspeed_enabled:  # which trains float32 copies
         models.check_half_weights(policy, config.fp16)
     if config.rollout_lag:
-        _check_ahead(view, config)
-    settings.check_replay(view)
+        _check_ahead(view, config, sampler)
+    settings.check_replay(view, sampler)
     if config.sequence_parallel_size > 1:
         _check_sequence_parallel(view, rollouts, config.sequence_parallel_size)
-    built = built_for(view, rollouts.images)
-    rollouts.refuse_changes = functools.partial(refuse_changes, view, rollouts.images, built, set())
+    built = built_for(view, rollouts)
+    rollouts.refuse_changes = functools.partial(refuse_changes, view, rollouts, built, set())
     return uncovered + check_lengths(view, surveys.get("training"), config.allow_split_dependent)
 
 
-def _check_ahead(view: TrainerView, config: GRPOConfig) -> None:
+def _check_ahead(view: TrainerView, config: GRPOConfig, sampler: Sampler) -> None:
     copied = [model for model in (view.model, view.teacher_model) if model is not None]
     noise = list(models.random_parts(view.model)) + (["neftune_noise_alpha"] if config.neftune_noise_alpha else [])
     facts = {
-        "other_sampling": other_sampling(view),
+        "other_sampling": sampler.other,
         "noise": "".join(noise[:1]),
         "scales": any(map(outlier_thresholds, copied)),
         "shown_images": view.takes_images and bool(view.tools or view.environment_factories),
@@ -236,11 +237,10 @@ def _check_sequence_parallel(view: TrainerView, rollouts: Rollouts, size: int) -
 
 
 def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
-    client = getattr(rollouts.worker.engine, "client", None)
     facts = {
         "reward_models": ", ".join(type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)),
-        "vllm_engine": view.use_vllm and not compat.is_batch_invariant(client),
-        "other_sampling": other_sampling(view),
+        "vllm_engine": not rollouts.worker.engine.same_bits(),
+        "other_sampling": rollouts.sampler.other,
     }
     facts |= unfit_kernels(view.accelerator.device, "linear_attention" in layer_kinds(view.model.config))
     refuse_excluded("bitwise_invariant", "bitwise_invariant=True", facts)
@@ -253,7 +253,8 @@ def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[
     refuse_gradient_hooks(view.model, shards_parameters(view.accelerator))  # before forms and buffers are compared
     if view.args.bitwise_invariant:
         check_bitwise(view, rollouts)
-    settings.check_replay(view)
+    sampler = rollouts.sampler
+    settings.check_replay(view, sampler)
     # `accelerate launch` sets the address where it was asked for several processes, also where it then starts one
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
     if launched and "WORLD_SIZE" not in os.environ and view.accelerator.num_processes == 1:
@@ -262,40 +263,18 @@ def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[
             "then starts one where it finds no second accelerator. On a CPU use `torchrun --nproc_per_node 2`; for "
             "machines with one accelerator each add --multi_gpu. If you meant one process, ignore this."
         )
-    sampling = _uncovered_sampling(view)
-    for sentence in settings.remarks(view):
+    for sentence in settings.remarks(view, sampler):
         logger.warning(sentence)
-    for sentence in uncovered if sampling is None else [*uncovered, sampling]:
+    for sentence in uncovered if sampler.uncovered is None else [*uncovered, sampler.uncovered]:
         logger.warning(f"The promise that the split does not matter does not cover this run: {sentence}.")
-
-
-def _uncovered_sampling(view: TrainerView) -> str | None:
-    override, reason = own_sampling(view), why_not_by_key(view)
-    if override == "rollout_func":
-        return (
-            "rollout_func may sample in its own way; only the update is covered. A resumed run continues with the "
-            "completions of its checkpoint, and with the random numbers of Python, NumPy and torch where it has as "
-            "many processes; other random states that rollout_func uses are not restored"
-        )
-    if override is not None:
-        return f"{override} may sample in its own way; only the update is covered"
-    if view.use_vllm and not view.args.vllm_seeds:
-        return (
-            "vllm_seeds=False: completions depend on the split and on what was sampled before, and a resumed run "
-            "samples others; only the update is covered"
-        )
-    if view.use_vllm:
-        rounded = "vLLM's rounding depends on its batches, so now and then a completion differs"
-        return None if view.args.bitwise_invariant else rounded
-    return reason and f"{reason}: completions are not sampled by key; only the update is covered"
 
 
 # ---- Changes since the trainer was built; settings not named here are read when a rollout batch begins ------------
 
 
-def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
-    engine, prepare = view.vllm_generation, images.prepare
-    tokens = [ids.tolist() for ids in suppressed_in(view)] if view.use_vllm is view.args.use_vllm else None
+def built_for(view: TrainerView, rollouts: Rollouts) -> dict[str, Any]:
+    engine, prepare = view.vllm_generation, rollouts.images.prepare
+    tokens = [ids.tolist() for ids in rollouts.sampler.suppressed] if view.use_vllm is view.args.use_vllm else None
     no_loop, lag = view.async_loop is None, view.args.rollout_lag
     values = {name: getattr(view, name) for mark in ("planned", "copied", "engine") for name in named(mark)} | {
         "sampling_mask or routing_replay": view.args.replay,
@@ -322,9 +301,9 @@ def built_for(view: TrainerView, images: ImageSource) -> dict[str, Any]:
     return values
 
 
-def refuse_changes(view: TrainerView, images: ImageSource, built: Mapping[str, Any], warned: set[str]) -> None:
+def refuse_changes(view: TrainerView, rollouts: Rollouts, built: Mapping[str, Any], warned: set[str]) -> None:
     """Refuse a change since the trainer was built (`built`) that it cannot follow; `warned` collects warnings."""
-    for name, value in built_for(view, images).items():
+    for name, value in built_for(view, rollouts).items():
         if value != built.get(name) and (view.model.training or name not in named("planned")):
             read_once = ", or change generation_config" if name in named("copied") else ""
             raise ConfigError(
@@ -334,15 +313,16 @@ def refuse_changes(view: TrainerView, images: ImageSource, built: Mapping[str, A
     columns = {name: len(getattr(view, name)) for name in ("reward_funcs", "reward_func_names", "reward_weights")}
     if len(set(columns.values())) > 1:
         raise ConfigError(f"a change has left {columns}: change these together, to the same length.")
-    settings.check_ends(view)
-    for sentence in settings.scores_differ(view) - warned:
+    sampler = rollouts.sampler
+    settings.check_ends(sampler)
+    for sentence in settings.scores_differ(sampler) - warned:
         logger.warning(sentence)
         warned.add(sentence)
     if view.model.training:
         refuse_overrides(view)
-        settings.check_replay(view)
+        settings.check_replay(view, sampler)
         scorers = [type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)]
-        facts = {"other_sampling": other_sampling(view), "reward_models": ", ".join(scorers)}
+        facts = {"other_sampling": sampler.other, "reward_models": ", ".join(scorers)}
         for name in ("rollout_lag", "bitwise_invariant"):
             if value := getattr(view.args, name):
                 refuse_excluded(name, f"{name}={value}", facts)
@@ -364,8 +344,3 @@ def refuse_overrides(view: TrainerView) -> None:
             "on a thread beside training. Use rollout_lag=0; _calculate_rewards, compute_loss and "
             "_get_per_token_logps_and_entropies may be overridden with a lag too."
         )
-
-
-def other_sampling(view: TrainerView) -> str | None:
-    """What replaces vLLM and this trainer's own sampling; None where nothing does."""
-    return own_sampling(view) or (None if view.use_vllm else why_not_by_key(view))

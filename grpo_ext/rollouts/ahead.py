@@ -203,13 +203,14 @@ class RolloutsAhead:
         vars(state).update({**weights.progress, "log_history": history})
         settings = self.settings_now()
         sampling, rewards = settings.sampling, settings.rewards
-        config, processors = copy.deepcopy((sampling.generation_config, rewards.functions.processing_classes))
+        config, processors = copy.deepcopy((sampling.sampler.config, rewards.functions.processing_classes))
+        sampler = replace(sampling.sampler, config=config, engine=self.worker.engine)
         shared = sampling.toolbox.environments  # whose instances the main thread uses
         environments = Environments(shared.factories, self._pools, shared.retired)
         toolbox, chat = replace(sampling.toolbox, environments=environments), self._own_chat(sampling.chat)
         return replace(
             settings,
-            sampling=replace(sampling, generation_config=config, toolbox=toolbox, chat=chat),
+            sampling=replace(sampling, sampler=sampler, toolbox=toolbox, chat=chat),
             rewards=replace(rewards, functions=replace(rewards.functions, processing_classes=processors), state=state),
         )
 

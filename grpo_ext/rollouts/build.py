@@ -31,6 +31,7 @@ from ..runtime.determinism import align_memory
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..sampling.engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from ..sampling.engine_check import EngineCheck, rounding_bound, surplus_of
+from ..sampling.sampler import sampler_of
 from ..sampling.vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
 from ..sampling.vllm_weights import Generation, versions_of
 from ..view import TrainerView
@@ -38,7 +39,7 @@ from .ahead import RolloutsAhead, RolloutThread
 from .images import ImageSource
 from .log import RolloutLog
 from .rounds import ScoredBatch
-from .settings import LOGPS, own_sampling, suppressed_in, template_of
+from .settings import LOGPS, template_of
 from .source import Rollouts
 from .worker import Models, RolloutWorker
 
@@ -58,7 +59,7 @@ def build_rollouts(
             refused["prefix"] = "tools and environments may show images after the prompt"
     override = functools.partial(view.override_of, LOGPS)
     make_rows = functools.partial(probe_rows, tokenizer=view.tokenizer, processor=images.prepare)
-    forms = refused, suppressed_in(view), make_rows
+    forms = refused, sampler_of(view, None, sharded=False).suppressed, make_rows
     forwards = ForwardRunner(view.accelerator, view.args, *forms, override=override)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
@@ -120,7 +121,8 @@ def _engine(view: TrainerView, settings: EngineSettings, images: ImageSource, me
 
 def _returned_routers(view: TrainerView) -> list[Router]:
     """The routers whose experts a colocated engine returns; none where the log-probabilities' forward records them."""
-    if not view.args.replay.experts or own_sampling(view) is not None:
+    own = view.rollout_func is None and view.overridden("_generate_single_turn") is None
+    if not (view.args.replay.experts and own):
         return []
     if (reason := compat.why_no_experts(view.vllm_mode)) is None:
         return routers_of(base_model_of(view.model))

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from ..algorithms.advantages import AdvantageRule
 from ..algorithms.losses import RatioRule
@@ -20,6 +19,7 @@ from ..batching.sizes import ChunkSizes
 from ..config import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
+from ..sampling.sampler import Sampler
 from ..sampling.turn import Turn
 from .chat import Chat
 from .tools import Toolbox, TurnLimits
@@ -28,24 +28,12 @@ from .transcript import Transcript
 
 @dataclass(frozen=True)
 class Hooks:
-    """The user's overrides of TRL's sampling; None: TRL's method."""
+    """The user's overrides of what follows sampling; None: TRL's method."""
 
-    turn: Callable[..., Any] | None = None  # `_generate_single_turn`
-    rollout: Callable[[list[Any]], dict[str, Any]] | None = None  # `rollout_func`, its result checked
     # `_calculate_rewards`, called between `exchange` and `join` instead of the worker's reward functions
     rewards: Callable[..., torch.Tensor] | None = None
     # `_generate_and_score_completions`: from this process's rows to TRL's padded dictionary
     score: Callable[..., dict[str, Any]] | None = None
-
-    @property
-    def sampling(self) -> bool:
-        """Whether completions, or their log-probabilities, may be the user's own."""
-        return any((self.turn, self.rollout, self.score))
-
-    @property
-    def need_all_processes(self) -> bool:
-        """Whether a process without prompts has to take part, because a hook may hold collectives."""
-        return any(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -54,15 +42,23 @@ class SamplingSettings:
     num_generations: int
     sizes: ChunkSizes  # of reward and `generate` calls
     seed: int
-    generation_config: GenerationConfig | None  # None with vLLM
+    sampler: Sampler
     chat: Chat
     toolbox: Toolbox
     limits: TurnLimits
-    ends: Container[int]  # a completion known only by its ids is truncated unless it ends in one of these tokens
     masks_truncated: bool  # `mask_truncated_completions`
     replay: Replay
-    truncating: Mapping[str, Any]  # the filters that leave out tokens, with their settings
     hooks: Hooks
+
+    @property
+    def by_user(self) -> bool:
+        """Whether completions, or their log-probabilities, may be the user's own."""
+        return self.sampler.by_user is not None or self.hooks.score is not None
+
+    @property
+    def need_all_processes(self) -> bool:
+        """Whether a process without prompts has to take part, because the user's code may hold collectives."""
+        return self.by_user or self.hooks.rewards is not None
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
         return [self.masks_truncated and not transcript.ended for transcript in transcripts]
@@ -126,7 +122,7 @@ class LocalRollout:
 
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether a row has ended, where a user's function or a server returned only its ids."""
-        return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.settings.sampling.ends)
+        return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.settings.sampling.sampler.ends)
 
     @property
     def real_transcripts(self) -> list[Transcript]:
@@ -136,17 +132,3 @@ class LocalRollout:
     def first(self) -> int:
         """Place of the first of these completions in the rollout batch, over all processes."""
         return self.request.prompts.start * self.request.num_generations
-
-
-@dataclass
-class TurnRows:
-    """The rows of a user's `_generate_single_turn`; `multimodal_fields` has it, and hands it on to TRL's method.
-
-    The override may call `super()` with other tokens, or several times: row i keeps the key of its place; further rows,
-    and further calls, draw other random numbers.
-    """
-
-    chunk: list[Transcript]
-    sizes: ChunkSizes
-    made: list[Turn] = field(default_factory=list, init=False)  # by TRL's method
-    calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls

@@ -48,7 +48,7 @@ class RolloutLog:
     def _warn_of_truncation(self, kept_mass: float, sampling: SamplingSettings) -> None:
         if not self._warned_of_truncation:
             self._warned_of_truncation = True
-            filters = ", ".join(f"{name}={value}" for name, value in sampling.truncating.items())
+            filters = ", ".join(f"{name}={value}" for name, value in sampling.sampler.filters.items())
             logger.warning(
                 f"{filters}: sampling kept {kept_mass:.3f} of the probability in the first rollout, and training takes "
                 "log-probabilities over the whole vocabulary, as TRL does; sampling_mask='replay' takes them over what "
@@ -78,7 +78,7 @@ def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[
     logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
     mass = math.fsum(entry.kept_mass for entry in entries)
-    if sampling.truncating and math.isfinite(mass):
+    if sampling.sampler.filters and math.isfinite(mass):
         values.append(("sampling/kept_mass", mass / int(lengths_B.sum())))
     if ratios is not None:
         values += _sampling_metrics(rounds, ratios).items()

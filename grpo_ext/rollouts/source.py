@@ -36,6 +36,7 @@ from ..runtime.collectives import (
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..sampling.engine_check import EngineCheck
 from ..sampling.equal_shares import why_equal
+from ..sampling.sampler import Sampler, sampler_of
 from ..view import TrainerView
 from .ahead import Job, RolloutsAhead
 from .batch import RolloutBatch, batch_state, saved_batch
@@ -112,7 +113,7 @@ class Rollouts:
     def slices(self, num_generations: int) -> ProcessSlices:
         accelerator = self.view.accelerator
         # vLLM batches by itself, and tensor parallel engines need as many rows from every process: a chunk is one group
-        chunk = num_generations if self.view.args.use_vllm else self.view.geometry.rollout_chunk_size
+        chunk = self.view.geometry.rollout_chunk_size if self.sampler.pads else num_generations
         return ProcessSlices(num_generations, chunk, accelerator.num_processes, accelerator.process_index)
 
     def training_loader(self, dataset: Any, shuffle: bool) -> StepLoader:
@@ -127,12 +128,18 @@ class Rollouts:
             self.ahead.close()
             self.ahead = None
 
+    @property
+    def sampler(self) -> Sampler:
+        """What samples now."""
+        return sampler_of(self.view, self.worker.engine, self.worker.settings.sharded)
+
     def settings_now(self) -> RolloutSettings:
         """The settings of a rollout batch that begins now; a ConfigError for a change that cannot be followed."""
         if not self._has_made_one and self.ahead is None:
             self.images.prepare_by(self.view.processing_class, template_of(self.view))
         self.refuse_changes()
-        return read_settings(self.view, self.worker, self.check, self.limits.tokens)
+        unchecked = self.check is not None and not self.check.done
+        return read_settings(self.view, self.worker, self.sampler, unchecked, self.limits.tokens)
 
     def send_weights(self) -> None:
         """Send the current weights to vLLM, by TRL's rule once for each step that samples; a collective."""
@@ -229,8 +236,7 @@ class Rollouts:
                 return self.worker.sample(rows, settings, repeat)
         except Exception as error:
             # other processes may wait for this one in a collective of a forward or of vLLM
-            by_function = settings.sampling.hooks.rollout is not None
-            reason = why_equal(self.view.args, self.worker.settings.sharded, by_function)
+            reason = why_equal(self.view.args, self.worker.settings.sharded, settings.sampling.sampler.whole)
             # rewards come after the log-probabilities, which members of a group compute together
             in_groups = self.worker.forwards.group is not None and settings.logprobs.scored_by
             waited_for = in_groups and not isinstance(error, RewardError)
@@ -244,7 +250,7 @@ class Rollouts:
         count = sum(len(share.entries) for share in shares)
         rewards = None if hooks.rewards is None else self._rewards_by_user(local, hooks.rewards, count)
         joined = join(local.request, shares, texts, local.settings, view.accelerator.process_index, rewards)
-        if self.check is not None and not hooks.sampling:
+        if self.check is not None and not local.settings.sampling.by_user:
             columns: Mapping[str, Any] = joined.batch.columns
             known = (columns[name].values if name in columns else None for name in (OLD_LOGPS, SAMPLING_LOGPS))
             self.check.compare(joined.batch.loss_masks.values, *known)

@@ -30,13 +30,11 @@ Messages = list[dict[str, Any]]
 class Transcript(Context):
     # this completion's own copy of a row of the data set; a `rollout_func` may add columns to it
     row: dict[str, Any] = field(default_factory=dict)
-    prompt: Any = ""  # text, or messages: after the environment's reset, with images in their content
     mask: list[int] = field(default_factory=list)  # of each of `ids`: 1 if the model wrote it, 0 if a tool did
     # what was recorded of `ids`, by name of `forward.columns`; the experts of the prompt too, up to the last sampled
     # token
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     completion: Any = ""  # text, or messages
-    prompt_images: int = 0  # how many of `images` are the prompt's
     environment: Any = None  # the instance that this completion acts in; None without environments
     environment_name: str | None = None  # its name among several factories; None where there is one
     ended: bool = True  # False: a limit cut off its latest turn, so the completion is truncated
@@ -57,7 +55,10 @@ class Transcript(Context):
     def add_turn(self, turn: Turn) -> None:
         new = len(turn.ids)
         self.columns = continued(self.columns, turn.columns, new) if self.ids else dict(turn.columns)
-        self.ids, self.mask, self.ended = [*self.ids, *turn.ids], [*self.mask, *[1] * new], bool(turn.ended)
+        self.ids, self.ended = [*self.ids, *turn.ids], bool(turn.ended)
+        self.mask = [*self.mask, *([1] * new if turn.mask is None else turn.mask)]
+        self.prompt_ids = self.prompt_ids if turn.prompt_ids is None else turn.prompt_ids
+        self.row.update(turn.fields)
 
     def add_answer(self, ids: list[int]) -> None:
         self.columns = answered(self.columns, len(ids))

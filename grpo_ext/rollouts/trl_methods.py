@@ -18,11 +18,10 @@ from ..errors import ConfigError
 from ..forward.columns import KEPT_COUNTS, KEPT_IDS
 from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
+from ..sampling.by_user import ROW, TurnRows
 from ..sampling.keyed import FIRST_ADDED, request_keys
 from ..sampling.turn import Turn
-from .batch import ROW
-from .local import LocalRollout, TurnRows
-from .settings import sampling_config
+from .local import LocalRollout
 from .source import Rollouts
 from .transcript import Transcript
 from .trl_shapes import trl_dictionary
@@ -86,7 +85,7 @@ class TrlMethods:
             transcripts.append(Transcript(key, place, row={"prompt": prompt}))
             transcripts[-1].set_prompt(prompt)
         self.worker.tokenize(transcripts, sampling)
-        sampled = self.worker.generate(local, transcripts)
+        sampled = self.worker.generate(local, transcripts, sampling.sampler.turns)
         local.remember_ends(sampled)
         logps = [turn.logps for turn in sampled]
         kept_ids = {"kept_ids": [_kept_ids(turn) for turn in sampled]} if sampling.replay.masks else {}
@@ -116,8 +115,7 @@ class TrlMethods:
             if images is not None:
                 row = replace(row, images=list(images[place] or ()), number=None)
             rows.append(replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
-        config = None if self.view.use_vllm else sampling_config(self.view)
-        sampled = self.worker.engine.generate(rows, config, turn.sizes)
+        sampled = self.worker.engine.generate(rows, self.rollouts.sampler.config, turn.sizes)
         turn.made += sampled
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps

@@ -26,18 +26,17 @@ from ..rewards.runner import RewardRows, RewardRunner
 from ..rewards.worker import RewardCall
 from ..runtime.attributes import temporarily_set
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import any_process, uneven_collectives
+from ..runtime.collectives import any_process
 from ..sampling.decoding import unique
-from ..sampling.engine import Engine, EngineSettings, cut_calls
+from ..sampling.engine import Engine, EngineSettings
 from ..sampling.keyed import request_keys
-from ..sampling.turn import Turn, images_shown
-from .batch import ROW
+from ..sampling.sampler import Sampler
+from ..sampling.turn import Turn
 from .chat import ROW_KWARGS
 from .images import ImageSource
-from .local import LocalRollout, RolloutSettings, SamplingSettings, TurnRows
+from .local import LocalRollout, RolloutSettings, SamplingSettings
 from .tools import continue_with
 from .transcript import Transcript, share_prompt_experts
-from .trl_shapes import take_rollout
 
 
 class Models(NamedTuple):
@@ -73,7 +72,7 @@ class RolloutWorker:
         `repeat` is how often a user's override has called TRL's method before; each call draws other random numbers.
         """
         local, sampling = LocalRollout(rows.request, settings), settings.sampling
-        if not rows.request.stands_in or sampling.hooks.need_all_processes or self.shards_vision:
+        if not rows.request.stands_in or sampling.need_all_processes or self.shards_vision:
             local.transcripts = self.begin(rows, sampling, repeat)
         self.run_turns(local)
         if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
@@ -113,13 +112,13 @@ class RolloutWorker:
     def run_turns(self, local: LocalRollout) -> None:
         """The model writes, tools answer, until no transcript wants a turn."""
         sampling, transcripts = local.settings.sampling, local.transcripts
-        if sampling.hooks.rollout is not None and transcripts:
-            with temporarily_set(self, in_progress=local):
-                take_rollout(local, sampling.hooks.rollout([transcript.prompt for transcript in transcripts]))
-        else:
+        if not sampling.sampler.whole:
             self.tokenize(transcripts, sampling)
-            for transcript, turn in zip(transcripts, self.generate(local, transcripts), strict=True):
-                transcript.add_turn(turn)
+        with temporarily_set(self, in_progress=local if sampling.sampler.whole else None):
+            turns = self.generate(local, transcripts, sampling.sampler)
+        local.has_mask = any(turn.mask is not None for turn in turns)
+        for transcript, turn in zip(transcripts, turns, strict=True):
+            transcript.add_turn(turn)
         sampling.chat.decode(transcripts)
         if not sampling.chat.tools:
             return
@@ -127,13 +126,13 @@ class RolloutWorker:
         active = [] if local.request.stands_in else transcripts
         any_active = any_process if self.settings.sharded else bool
         while any_active(bool(active := sampling.toolbox.answer(active, sampling.chat, sampling.limits))):
-            for transcript, turn in zip(active, self.generate(local, active), strict=True):
+            for transcript, turn in zip(active, self.generate(local, active, sampling.sampler), strict=True):
                 continue_with(transcript, turn, sampling.chat, sampling.limits)
 
-    def generate(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Turn]:
+    def generate(self, local: LocalRollout, transcripts: list[Transcript], sampler: Sampler) -> list[Turn]:
         """Sample one turn of some transcripts; all processes call it for every turn where a forward is a collective."""
         with self.clock.phase("rollout"):
-            sampled = self.sample_turn(local, transcripts)
+            sampled = self.sample_turn(local, transcripts, sampler)
         if len(sampled) != len(transcripts):
             raise RolloutError(
                 f"{len(sampled)} completions were sampled for {len(transcripts)} prompts; each prompt needs one. If "
@@ -141,42 +140,17 @@ class RolloutWorker:
             )
         return [t if t.ended is not None else replace(t, ended=local.ended(t.ids)) for t in sampled]
 
-    def sample_turn(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Turn]:
-        """Sample one turn, in chunks by the user's `_generate_single_turn` if there is one, called as TRL calls it."""
-        turn, sharded = local.settings.sampling.hooks.turn, self.settings.sharded
-        if turn is None or (sharded and (local.request.stands_in or not transcripts)):  # the forwards of others too
-            return self.sample_by_engine(local, transcripts)
-        sizes, sampled = local.settings.sampling.sizes, dict[int, Turn]()
-        for indices in [range(len(transcripts))] if sharded else cut_calls(transcripts, sizes):
-            chunk = [transcripts[index] for index in indices]
-            later = chunk[0].turns > 0
-            options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
-            rows_of_turn = TurnRows(chunk, sizes)
-            arguments: tuple[Any, ...] = ([r.all_ids for r in chunk], images_shown(chunk), {ROW: rows_of_turn})
-            with uneven_collectives(self.forwards.accelerator, refused_in="_generate_single_turn"):
-                ids, logps = turn(*arguments, **options) if later else turn(*arguments, sizes.group)
-            local.remember_ends(rows_of_turn.made)
-            if len(ids) != len(chunk):
-                raise RolloutError(
-                    f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
-                )
-            values = [None] * len(ids) if logps is None else logps
-            rows = (Turn.of(tokens, value) for tokens, value in zip(ids, values, strict=True))
-            sampled |= zip(indices, rows, strict=True)
-        return [sampled[index] for index in range(len(transcripts))]
-
-    def sample_by_engine(self, local: LocalRollout, transcripts: list[Transcript]) -> list[Turn]:
-        """Sample with the engine; a process without prompts gets one token for each stand-in."""
-        request, sampling = local.request, local.settings.sampling
-        config = sampling.generation_config
-        real = rows = [] if request.stands_in else transcripts
-        if not real and self.shards_vision and config is not None:
+    def sample_turn(self, local: LocalRollout, transcripts: list[Transcript], sampler: Sampler) -> list[Turn]:
+        """Sample one turn; a process without prompts gets one token for each stand-in."""
+        sizes, stands_in = local.settings.sampling.sizes, local.request.stands_in or not transcripts
+        if not stands_in or sampler.whole or (sampler.by_user is not None and not self.settings.sharded):
+            return sampler.sample(transcripts, sizes) if transcripts else []
+        rows = []
+        if self.shards_vision and sampler.pads:
             # other processes run the image tower, so this one has to; vLLM has weights of its own
             rows = [transcript.prompt_alone() for transcript in local.transcripts[:1]]
-        sampled = self.engine.generate(rows, config, sampling.sizes)
-        if real:
-            return sampled
-        columns = {SAMPLING_LOGPS: torch.zeros(1)} if config is None else {}  # vLLM returns log-probabilities
+        (sampler.inner or sampler.engine).generate(rows, sampler.config, sizes)
+        columns = {SAMPLING_LOGPS: torch.zeros(1)} if "logps" in sampler.returns else {}
         return [Turn([self.settings.filler], columns) for _ in transcripts]
 
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------

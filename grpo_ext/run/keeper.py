@@ -31,7 +31,6 @@ from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
 from ..precision.non_finite import bad_weights, refuse_bad_weights
 from ..rollouts.ahead import describe_lag
-from ..rollouts.settings import truncating_filters
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import from_main_process, shards_parameters
@@ -310,7 +309,7 @@ class RunKeeper(TrainerCallback):
     def announce(self) -> str:
         view, args, limits = self.view, self.args, self.limits
         slower = "; float32 is faster on a CPU: bf16=False" if self.accelerator.device.type == "cpu" else ""
-        continuous = view.use_transformers_continuous_batching
+        sampler = self.rollouts.sampler
         plan = describe_plan(
             dataclasses.replace(self.geometry, micro_batch_size=limits.rows),
             view.num_prompts,
@@ -320,9 +319,9 @@ class RunKeeper(TrainerCallback):
             form=self.forwards.choice.described(view.model),
             precision=f"bfloat16 (TRL's default){slower}" if args.bf16 else None,
             ahead=describe_lag(view),
-            longest=None if args.use_vllm or continuous else view.max_completion_length,
+            longest=view.max_completion_length if sampler.steps else None,
             half=(args.bf16 or args.fp16) and not args.bitwise_invariant,
-            most_kept=most_kept(truncating_filters(view)) if args.replay.masks else None,
+            most_kept=most_kept(sampler.filters) if args.replay.masks else None,
         )
         halved = (self.rollouts.memory, self.forwards.memory)
         plan += "".join(f"\n  {work.what}: up to {work.limit} at a time" for work in halved if work.limit)

@@ -43,7 +43,10 @@ class Engine(Protocol):
     def generate(
         self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Turn]:
-        """New tokens of each transcript, in order; `config` is transformers' for this rollout batch, None with vLLM."""
+        """New tokens of each row, in order; `config` is transformers' for this rollout batch, None with vLLM."""
+
+    def same_bits(self) -> bool:
+        """Whether its bits do not depend on what else it samples, as it declares itself."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,9 @@ class TransformersEngine:
     images_of: Callable[[Sequence[Context]], RowImages | None]  # None for a model that takes no images
     memory: Halving  # the number of completions that fit into one `generate`
     _mixes: bool | None = None  # see `_mixes_rows`
+
+    def same_bits(self) -> bool:
+        return True  # `Sampler.other` says where another loop samples
 
     def generate(
         self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
@@ -246,6 +252,9 @@ def _with_loop(
 class ContinuousBatching:
     turn: Callable[..., Any]
     model: Callable[[], Any]
+
+    def same_bits(self) -> bool:
+        return False
 
     def generate(
         self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes

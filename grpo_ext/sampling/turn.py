@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,9 +31,11 @@ class Context:
     key: int  # of the random numbers of its tokens (algorithms.keyed_random), int64
     place: int = 0  # among the completions of this process
     number: int | None = None  # contexts with one number have the same prompt and images; None: images of its own
+    prompt: Any = ""  # text, or messages: after the environment's reset, with images in their content
     prompt_ids: list[int] = field(default_factory=list)  # without padding
     ids: list[int] = field(default_factory=list)  # of the completion so far
     images: list[Any] = field(default_factory=list)  # of the prompt, then those shown by tools
+    prompt_images: int = 0  # how many of `images` are the prompt's
     turns: int = 0  # how often tools have answered
 
     @property
@@ -49,6 +51,11 @@ class Turn:
     # by name of `forward.columns`, on the CPU; the experts are those of the tokens before these too
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     ended: bool | None = None  # False: a limit of length or time cut it off; None: only its last token can tell
+    # of a sampler that makes whole completions: the prompt's tokens, 1 for each token of the model, and values that are
+    # added to the row of the data
+    prompt_ids: list[int] | None = None
+    mask: list[int] | None = None  # None: the model wrote all
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(
@@ -79,7 +86,8 @@ class Turn:
         if tokens >= len(self.ids):
             return self
         context = len(self.columns[EXPERTS]) - len(self.ids) if EXPERTS in self.columns else 0
-        return Turn(self.ids[:tokens], first_tokens(self.columns, context, tokens), self.ended and False)
+        columns = first_tokens(self.columns, context, tokens)
+        return replace(self, ids=self.ids[:tokens], columns=columns, ended=self.ended and False)
 
 
 def images_shown(rows: Sequence[Context]) -> list[list[Any] | None] | None:

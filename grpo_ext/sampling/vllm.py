@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 
 from ..algorithms.keyed_random import mix
 from ..batching.sizes import ChunkSizes
-from ..compat import values_of
+from ..compat import is_batch_invariant, values_of
 from ..errors import RolloutError
 from ..forward.columns import EXPERTS
 from ..forward.routing import BY_ROUTER, Router
@@ -49,6 +49,9 @@ class VllmEngine:
     seeded: bool  # each completion has a seed of its own
     profile: Callable[[str], AbstractContextManager[Any]]  # TRL's profiling context of a name
     routers: Sequence[Router] = ()  # the model's, in the order of their columns; empty where no experts are returned
+
+    def same_bits(self) -> bool:
+        return is_batch_invariant(None)
 
     def generate(
         self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
@@ -89,6 +92,9 @@ class VllmServer:
     client: Any  # this process's
     seeded: bool = True  # each completion has a seed of its own
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
+
+    def same_bits(self) -> bool:
+        return is_batch_invariant(self.client)
 
     def generate(
         self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.rollouts.trl_shapes import checked_rollout
+from grpo_ext.sampling.by_user import checked_rollout
 
 GOOD = {"prompt_ids": [[3], [4]], "completion_ids": [[5, 1], [6, 1]], "logprobs": None}
 

@@ -1,0 +1,157 @@
+"""Samplers that users bring: a `_generate_single_turn` or a `rollout_func`, called as TRL calls them.
+
+Differs from TRL, where a `rollout_func` that returns too few rows ends in an index error.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import GenerationConfig
+
+from ..batching.sizes import ChunkSizes
+from ..errors import RolloutError
+from ..runtime.collectives import uneven_collectives
+from .engine import cut_calls
+from .equal_shares import refuse_unequal_shares
+from .turn import Context, Turn, images_shown
+
+ROW = "grpo_ext_row"  # the place of a completion in the step, or the rows of a turn, in dictionaries for users
+
+_REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+_REMEDY = (
+    "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
+    "for each prompt, and logprobs, one list of numbers for each prompt or None; further lists (env_mask: 1 for each "
+    "token of the model, 0 for others) have one entry for each prompt too."
+)
+_KEPT_REMEDY = (
+    " With sampling_mask='replay' it returns kept_ids: for each completion one list of ids for each token, those that "
+    "it was sampled from, empty for the whole vocabulary and for tokens of tools."
+)
+
+
+@dataclass
+class TurnRows:
+    """The rows of a user's `_generate_single_turn`; `multimodal_fields` has it, and hands it on to TRL's method.
+
+    The override may call `super()` with other tokens, or several times: row i keeps the key of its place; further rows,
+    and further calls, draw other random numbers.
+    """
+
+    chunk: list[Context]
+    sizes: ChunkSizes
+    made: list[Turn] = field(default_factory=list, init=False)  # by TRL's method
+    calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls
+
+
+@dataclass(frozen=True)
+class UserTurns:
+    function: Callable[..., Any]  # `_generate_single_turn`
+    accelerator: Accelerator
+    sharded: bool  # a forward is a collective, so the chunks of a process are one call
+
+    def same_bits(self) -> bool:
+        return False
+
+    def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
+        sampled = dict[int, Turn]()
+        for indices in [range(len(rows))] if self.sharded else cut_calls(rows, sizes):
+            chunk = [rows[index] for index in indices]
+            options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
+            of_turn = TurnRows(chunk, sizes)
+            arguments: tuple[Any, ...] = ([row.all_ids for row in chunk], images_shown(chunk), {ROW: of_turn})
+            with uneven_collectives(self.accelerator, refused_in="_generate_single_turn"):
+                first = not chunk[0].turns
+                ids, logps = self.function(*arguments, sizes.group) if first else self.function(*arguments, **options)
+            if len(ids) != len(chunk):
+                raise RolloutError(
+                    f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
+                )
+            ends = {tuple(turn.ids): turn.ended for turn in of_turn.made}
+            values = [None] * len(ids) if logps is None else logps
+            turns = (Turn.of(i, v, ended=ends.get(tuple(i))) for i, v in zip(ids, values, strict=True))
+            sampled |= zip(indices, turns, strict=True)
+        return [sampled[index] for index in range(len(rows))]
+
+
+@dataclass(frozen=True)
+class UserRollouts:
+    function: Callable[[list[Any]], Any]  # `rollout_func`, given the trainer
+    unequal: str | None  # why processes need the same number of rows, as a clause
+    needs_logps: str | None  # why log-probabilities are needed, as a clause
+    kept_ids: bool  # the ids that each token was sampled from are needed too
+
+    def same_bits(self) -> bool:
+        return False
+
+    def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
+        """Whole completions, which may have tokens of others than the model, and fields for the rows."""
+        if self.unequal is not None:
+            refuse_unequal_shares("rollout_func", len(rows), self.unequal)
+        prompts = copy.deepcopy([row.prompt for row in rows])  # its loop of turns may append to its prompts
+        output = checked_rollout(self.function(prompts), len(rows), self.needs_logps, self.kept_ids)
+        named = {name: output.pop(name, None) for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
+        kept = output.pop("kept_ids", None) if self.kept_ids else None
+        output.pop("kept_ids", None)
+        turns = []
+        for place in range(len(rows)):
+            prompt_ids, ids, logps, mask = (None if v is None else list(v[place]) for v in named.values())
+            turn = Turn.of(ids or [], logps, None if kept is None else kept[place])
+            # the entry of a list, or the same value for all
+            fields = {name: v[place] if isinstance(v, list) else v for name, v in output.items()}
+            turns.append(replace(turn, prompt_ids=prompt_ids, mask=mask, fields=fields))
+        return turns
+
+
+def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool = False) -> dict[str, Any]:
+    """What a `rollout_func` returned, in plain numbers; a RolloutError for anything but a rollout.
+
+    It was called with so many prompts, one for each completion. `needs_logprobs` says why log-probabilities are needed;
+    None where they are not. With `kept_ids` the ids that each token was sampled from are needed too.
+    """
+    remedy = _REMEDY + (_KEPT_REMEDY if kept_ids else "")
+    if not isinstance(output, Mapping):
+        raise RolloutError(f"rollout_func returned a {type(output).__name__} instead of a dictionary. {remedy}")
+    missing = [name for name in _REQUIRED if name not in output]
+    missing += [name for name in ("prompt_ids", "completion_ids") if output.get(name, ()) is None]
+    if missing:
+        raise RolloutError(f"rollout_func returned no {', '.join(missing)}. {remedy}")
+    if needs_logprobs is not None and output["logprobs"] is None:
+        raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")
+    rollout = {name: values for name, values in output.items() if name != "env_mask" or values is not None}
+    for name in (*_REQUIRED, "env_mask"):
+        number = _float_or_none if name == "logprobs" else int
+        if rollout.get(name) is not None:
+            rollout[name] = [[number(value) for value in row] for row in rollout[name]]
+    if kept_ids:
+        try:
+            rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
+        except (KeyError, TypeError, ValueError):
+            raise RolloutError(f"rollout_func returned no kept_ids. {remedy}") from None
+    for name, values in rollout.items():
+        if isinstance(values, list) and len(values) != prompts:
+            raise RolloutError(f"rollout_func returned {len(values)} {name} for {prompts} prompts. {remedy}")
+    for row, ids in enumerate(rollout["completion_ids"]):
+        if not ids or not rollout["prompt_ids"][row]:
+            raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {remedy}")
+        for name in ("logprobs", "env_mask", *(["kept_ids"] if kept_ids else [])):
+            values = rollout.get(name)
+            if values is not None and len(values[row]) != len(ids):
+                raise RolloutError(
+                    f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
+                    f"{remedy}"
+                )
+        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if kept_ids else ())):
+            if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
+                raise RolloutError(
+                    f"kept_ids of rollout_func do not contain token {token}, or contain something other than an id, at "
+                    f"place {place} of completion {row}. {remedy}"
+                )
+    return rollout
+
+
+def _float_or_none(value: Any) -> float | None:  # vLLM does not report all of them
+    return None if value is None else float(value)
