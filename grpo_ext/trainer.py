@@ -296,15 +296,15 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _loss_of(self, model: Any, micro_batch: LossInputs) -> torch.Tensor:
         """A micro-batch's part of the loss of the step, through a user's overrides where there are any."""
-        if micro_batch.in_trl_form:
+        if micro_batch.padded:
             options = {"num_items_in_batch": None} if self.model.training else {}  # as transformers calls it
             inputs, sizes = self._loss_overrides.dictionary(micro_batch), micro_batch.sizes(self.args)
             accumulation = {"current_gradient_accumulation_steps": micro_batch.accumulation_steps}
             with temporarily_set_each([(self, accumulation), (self.args, sizes)]), self.compute_loss_context_manager():
                 return micro_batch.add_loss(self.compute_loss(model, inputs, **options))
-        columns, rows = micro_batch.columns, micro_batch.rows
         with self.compute_loss_context_manager(), compat.profiling_context(self, "compute_loss"):
-            scores = self._forwards.micro_batch_log_probs(model, columns, rows, self.aux_loss_enabled)
+            given = micro_batch.rows, self.aux_loss_enabled, micro_batch.padded
+            scores = self._forwards.micro_batch_log_probs(model, *given)
             return micro_batch.add_loss(assemble_loss(loss_config_of(self._view), micro_batch, scores))
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:

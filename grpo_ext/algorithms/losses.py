@@ -2,12 +2,14 @@
 
 Differs from TRL's `GRPOTrainer._compute_loss` in one point: no denominator is computed here. The loss of a step is
 `sum(weights * per_token_loss)` with weights fixed by step-wide counts, so any partition of the step adds up to it.
-Called by step.loss for every micro-batch. Shapes: B completions, T completion tokens (padded), (B, 1) per sequence.
+Called by step.loss for every micro-batch. Shapes: B completions, (B, 1) per sequence, S completion tokens of all, one
+completion after the other, without padding. Values without a suffix have one or the other shape.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -98,30 +100,58 @@ class StepCounts:
     items: float | None = None  # TRL's denominator of a token mean, if a user's override of the rollout changed it
 
 
+class _Spread(torch.autograd.Function):
+    """Values of rows, (B, 1), for each of their tokens, (S,); its gradient sums rows as `row_sums` does."""
+
+    @staticmethod
+    def forward(ctx: Any, values_B1: torch.Tensor, lengths_B: torch.Tensor, tokens: int) -> torch.Tensor:
+        ctx.lengths_B = lengths_B
+        return values_B1[:, 0].repeat_interleave(lengths_B, output_size=tokens)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_S: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return row_sums(gradient_S, ctx.lengths_B), None, None
+
+
+def row_sums(values_S: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """The sum over the tokens of each row, (B, 1), whose bits do not depend on other rows; 0 for a row without any."""
+    if values_S.device.type == "mps":  # which has no float64
+        return row_sums(values_S.cpu(), lengths_B.cpu()).to(values_S.device)
+    # over (S, 1) each row is one loop; over (S,) the order on CUDA depends on where a long row begins in memory
+    sums_B1 = torch.segment_reduce(values_S.double()[:, None], "sum", lengths=lengths_B, unsafe=True)
+    return sums_B1.to(values_S.dtype)
+
+
 @dataclass
 class TokenBatch:
-    logps_BT: torch.Tensor  # with the gradient
-    mask_BT: torch.Tensor
-    advantages_B: torch.Tensor
-    old_logps_BT: torch.Tensor | None = None  # None on-policy: the ratio is one, with the policy's gradient
-    ref_logps_BT: torch.Tensor | None = None
-    sampling_logps_BT: torch.Tensor | None = None  # of an inference engine
+    logps_S: torch.Tensor  # with the gradient
+    mask_S: torch.Tensor
+    advantages: torch.Tensor
+    lengths_B: torch.Tensor  # tokens of each row, int64; a row may have none
+    old_logps_S: torch.Tensor | None = None  # None on-policy: the ratio is one, with the policy's gradient
+    ref_logps_S: torch.Tensor | None = None
+    sampling_logps_S: torch.Tensor | None = None  # of an inference engine
     sampling_ratio: torch.Tensor | None = None
-    entropy_keep_BT: torch.Tensor | None = None  # 1 on tokens above the entropy quantile
+    entropy_keep_S: torch.Tensor | None = None  # 1 on tokens above the entropy quantile
 
-    @property
-    def advantages(self) -> torch.Tensor:
-        """The advantages: (B, 1), or (B, T) if a subclass returns one per token."""
-        return self.advantages_B[:, None] if self.advantages_B.dim() == 1 else self.advantages_B
+    def sums(self, values_S: torch.Tensor) -> torch.Tensor:
+        return row_sums(values_S, self.lengths_B)
+
+    def means(self, values_S: torch.Tensor, mask_S: torch.Tensor) -> torch.Tensor:
+        return self.sums(values_S * mask_S) / self.sums(mask_S).clamp(min=1.0)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of rows for each token, (S,); values of tokens as they are."""
+        return values if values.dim() == 1 else _Spread.apply(values, self.lengths_B, len(self.mask_S))
 
 
 @dataclass
 class TokenLoss:
-    loss_BT: torch.Tensor
+    loss_S: torch.Tensor
     ratio: torch.Tensor
-    kl_BT: torch.Tensor | None = None
-    vespo_phi_B1: torch.Tensor | None = None
-    outside_region_BT: torch.Tensor | None = None  # True on tokens that the trust region leaves out
+    kl_S: torch.Tensor | None = None
+    vespo_phi: torch.Tensor | None = None
+    outside_region_S: torch.Tensor | None = None  # True on tokens that the trust region leaves out
     outside_bounds_B1: torch.Tensor | None = None  # True on completions that the sequence mask leaves out
 
 
@@ -152,193 +182,187 @@ class RatioRule:
         return bounded if self.mode.endswith("truncate") else ratios.where(ratios == bounded, 0.0)
 
 
-def _sequence_mean(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    return (values_BT * mask_BT).sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1.0)
-
-
-def off_policy_keep(
-    advantages_B1: torch.Tensor,
-    logps_BT: torch.Tensor,
-    sampling_logps_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    threshold: float,
-) -> torch.Tensor:
-    """1.0 for sequences to keep, (B, 1): non-negative advantage or mean KL below `threshold` (DeepSeek-V3.2, eq. 9)."""
-    kl_BT = torch.nan_to_num(sampling_logps_BT - logps_BT.detach(), nan=0.0)
-    return ((advantages_B1 >= 0) | (_sequence_mean(kl_BT, mask_BT) <= threshold)).to(logps_BT.dtype)
+def off_policy_keep(batch: TokenBatch, sampling_logps_S: torch.Tensor, threshold: float) -> torch.Tensor:
+    """1.0 for sequences to keep, (S,): non-negative advantage or mean KL below `threshold` (DeepSeek-V3.2, eq. 9)."""
+    kl_S = torch.nan_to_num(sampling_logps_S - batch.logps_S.detach(), nan=0.0)
+    near_S = batch.spread(batch.means(kl_S, batch.mask_S) <= threshold)
+    return (near_S | (batch.spread(batch.advantages) >= 0)).to(kl_S.dtype)
 
 
 @torch.no_grad()
 def outside_trust_region(
-    kind: str, threshold: float, logps_BT: torch.Tensor, old_logps_BT: torch.Tensor, advantages: torch.Tensor
+    kind: str, threshold: float, logps_S: torch.Tensor, old_logps_S: torch.Tensor, advantages: torch.Tensor
 ) -> torch.Tensor:
-    """True, (B, T), on tokens that moved beyond the threshold the way their advantage points (DPPO, arXiv 2602.04879).
+    """True, (S,), on tokens that moved beyond the threshold the way their advantage points (DPPO, arXiv 2602.04879).
 
     The distance is that of two outcomes, the token or another one: Binary-TV, a difference of probabilities, or
     Binary-KL of the old policy to the new, in nats. A token whose old log-probability is NaN is inside.
     """
-    new_BT, old_BT = logps_BT.exp(), old_logps_BT.exp()
-    distance_BT = (new_BT - old_BT).abs()
+    new_S, old_S = logps_S.exp(), old_logps_S.exp()
+    distance_S = (new_S - old_S).abs()
     if kind == "kl":
         # the probability of another token, which near zero would be lost in 1 - exp(...)
-        other_new_BT, other_old_BT = (-torch.expm1(logps).clamp(max=-1e-8) for logps in (logps_BT, old_logps_BT))
-        distance_BT = old_BT * (old_logps_BT - logps_BT) + other_old_BT * (other_old_BT / other_new_BT).log()
-    return ((new_BT - old_BT) * advantages > 0) & (distance_BT > threshold)
+        other_new_S, other_old_S = (-torch.expm1(logps).clamp(max=-1e-8) for logps in (logps_S, old_logps_S))
+        distance_S = old_S * (old_logps_S - logps_S) + other_old_S * (other_old_S / other_new_S).log()
+    return ((new_S - old_S) * advantages > 0) & (distance_S > threshold)
 
 
 @torch.no_grad()
-def outside_sequence_bounds(
-    logps_BT: torch.Tensor, sampling_logps_BT: torch.Tensor, mask_BT: torch.Tensor, low: float, high: float
-) -> torch.Tensor:
+def outside_sequence_bounds(batch: TokenBatch, sampling_logps_S: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """True, (B, 1), on completions whose geometric mean ratio to the sampler is outside [low, high] (SkyRL).
 
     Over tokens whose log-probability the sampler reported.
     """
-    difference_BT = logps_BT - sampling_logps_BT
-    ratio_B1 = _sequence_mean(difference_BT.nan_to_num(nan=0.0), mask_BT * ~difference_BT.isnan()).exp()
+    difference_S = batch.logps_S - sampling_logps_S
+    ratio_B1 = batch.means(difference_S.nan_to_num(nan=0.0), batch.mask_S * ~difference_S.isnan()).exp()
     return (ratio_B1 < low) | (ratio_B1 > high)
 
 
 @torch.no_grad()
-def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_BT: torch.Tensor) -> torch.Tensor:
-    """The gamma weight of each sequence in the VESPO loss, (B, 1), without gradient (TRL: `get_gamma_weights`)."""
-    lowest = math.log(1e-8)
-    log_w = (log_ratio_BT.clamp(-20.0, 20.0) * batch.mask_BT).sum(-1, keepdim=True)
+def vespo_weight(cfg: LossConfig, batch: TokenBatch, log_ratio_S: torch.Tensor) -> torch.Tensor:
+    """The gamma weight of each sequence in the VESPO loss, without gradient (TRL: `get_gamma_weights`).
+
+    (B, 1), or (S,) where tokens have advantages of their own.
+    """
+    lowest, advantages = math.log(1e-8), batch.advantages
+    log_w = batch.sums(log_ratio_S.clamp(-20.0, 20.0) * batch.mask_S)
     if batch.sampling_ratio is not None:
-        log_w = log_w + batch.sampling_ratio.log().clamp(lowest, 20.0).sum(-1, keepdim=True)
+        logs = batch.sampling_ratio.log().clamp(lowest, 20.0)
+        log_w = log_w + (batch.sums(logs) if logs.dim() == 1 else logs)
     log_w = log_w.clamp(lowest, 20.0)
-    positive = batch.advantages >= 0
-    k = torch.where(positive, cfg.vespo_k_pos, cfg.vespo_k_neg)
-    lam = torch.where(positive, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg).clamp(min=1e-4)
+    log_w = batch.spread(log_w) if advantages.dim() == 1 else log_w
+    k = torch.where(advantages >= 0, cfg.vespo_k_pos, cfg.vespo_k_neg)
+    lam = torch.where(advantages >= 0, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg).clamp(min=1e-4)
     phi = torch.exp(lam + k * log_w - lam * log_w.exp())
     return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _bounded(
-    cfg: LossConfig, batch: TokenBatch, log_ratio: torch.Tensor, factors: Sequence[torch.Tensor]
+    cfg: LossConfig, batch: TokenBatch, log_ratio: torch.Tensor, factors_S: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Bound log-ratios where the loss does not depend on them: their gradient is 0, which times infinity is NaN.
 
-    There a loss is clipped or saturated, or one of the `factors` that it is multiplied by is zero. Elsewhere, and up to
-    the bound, they stay as they are.
+    There a loss is clipped or saturated, or one of the `factors_S` that it is multiplied by is zero. Elsewhere, and up
+    to the bound, they stay as they are.
     """
     bounded = log_ratio.clamp(max=_LARGEST_LOG_RATIO)
     if cfg.beta != 0.0 and cfg.use_bias_correction_kl:  # the KL term grows with the ratio
-        flat = batch.mask_BT == 0
+        flat_S = batch.mask_S == 0
     elif cfg.loss_type == "sapo" or cfg.delta is not None:
         return bounded
     else:
-        flat = (batch.advantages >= 0) | (math.prod(factors, start=batch.mask_BT) == 0)
-    if cfg.importance_sampling_level == "sequence":
-        flat = flat.all(1, keepdim=True)
+        flat_S = (batch.spread(batch.advantages) >= 0) | (math.prod(factors_S, start=batch.mask_S) == 0)
+    flat = flat_S if log_ratio.dim() == 1 else batch.sums((~flat_S).float()) == 0
     return torch.where(flat, bounded, log_ratio)
 
 
 def _surrogate(cfg: LossConfig, batch: TokenBatch, old: torch.Tensor, ratio: torch.Tensor) -> TokenLoss:
     """The loss of each token by its type, before masks, corrections and the KL term."""
-    logps, advantages = batch.logps_BT, batch.advantages
+    logps, advantages, ratio_S = batch.logps_S, batch.spread(batch.advantages), batch.spread(ratio)
     if cfg.loss_type in POLICY_LOSSES:
-        return TokenLoss(registered_loss(cfg.loss_type, logps, old, advantages, batch.mask_BT), ratio)
+        given = batch.lengths_B.tolist(), logps, old, batch.advantages, batch.mask_S
+        return TokenLoss(registered_loss(cfg.loss_type, *given), ratio)
     if cfg.loss_type == "cispo":
-        return TokenLoss(-ratio.clamp(max=cfg.epsilon_high).detach() * advantages * logps, ratio)
+        return TokenLoss(-ratio_S.clamp(max=cfg.epsilon_high).detach() * advantages * logps, ratio)
     if cfg.loss_type == "sapo":
         temperature = torch.where(advantages > 0, cfg.sapo_temperature_pos, cfg.sapo_temperature_neg)
-        return TokenLoss(-torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages, ratio)
+        return TokenLoss(-torch.sigmoid(temperature * (ratio_S - 1)) * 4 / temperature * advantages, ratio)
     if cfg.loss_type == "vespo":
         phi = vespo_weight(cfg, batch, logps - old)
-        return TokenLoss(-phi * advantages * logps, ratio, vespo_phi_B1=phi)
+        return TokenLoss(-batch.spread(phi) * advantages * logps, ratio, vespo_phi=phi)
     if cfg.trust_region is not None and cfg.trust_region_threshold is not None:
-        if batch.old_logps_BT is None and batch.sampling_logps_BT is not None:
-            old = batch.sampling_logps_BT
+        if batch.old_logps_S is None and batch.sampling_logps_S is not None:
+            old = batch.sampling_logps_S
         outside = outside_trust_region(cfg.trust_region, cfg.trust_region_threshold, logps, old, advantages)
-        weights = ratio.detach().clamp(max=_LARGEST_RATIO) * torch.exp(logps - logps.detach())
-        return TokenLoss(-weights * advantages * ~outside, ratio, outside_region_BT=outside)
-    clipped = ratio.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high)
+        weights = ratio_S.detach().clamp(max=_LARGEST_RATIO) * torch.exp(logps - logps.detach())
+        return TokenLoss(-weights * advantages * ~outside, ratio, outside_region_S=outside)
+    clipped = ratio_S.clamp(1 - cfg.epsilon_low, 1 + cfg.epsilon_high)
     bounded = ratio if cfg.delta is None else ratio.clamp(max=cfg.delta)
-    return TokenLoss(-torch.min(bounded * advantages, clipped * advantages), bounded)
+    return TokenLoss(-torch.min(batch.spread(bounded) * advantages, clipped * advantages), bounded)
 
 
-def distillation_advantages(logps_BT: torch.Tensor, teacher_BT: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """The advantage of each token in on-policy distillation, (B, T): minus its term of KL(student || teacher), in nats.
+def distillation_advantages(logps_S: torch.Tensor, teacher_S: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """The advantage of each token in on-policy distillation, (S,): minus its term of KL(student || teacher), in nats.
 
     Without gradient, and without a return over later tokens (Thinking Machines, "On-Policy Distillation", 2025).
     """
-    return coefficient * (teacher_BT - logps_BT.detach())
+    return coefficient * (teacher_S - logps_S.detach())
 
 
 def token_loss(cfg: LossConfig, batch: TokenBatch) -> TokenLoss:
-    """The per-token policy loss with its KL term, before any weighting; (B, 1) where every factor is per sequence.
+    """The per-token policy loss with its KL term, before any weighting.
 
     Sources: GRPO 2402.03300, Dr. GRPO 2503.20783, DAPO 2503.14476, CISPO 2506.13585, SAPO 2511.20347, LUSPO and
     VESPO as in TRL 1.16 `_compute_loss`, the mean ratio of a sequence GSPO 2507.18071.
     """
-    logps, mask, advantages = batch.logps_BT, batch.mask_BT, batch.advantages
-    old = logps.detach() if batch.old_logps_BT is None else batch.old_logps_BT
-    sampling = old if batch.sampling_logps_BT is None else batch.sampling_logps_BT
+    logps = batch.logps_S
+    old = logps.detach() if batch.old_logps_S is None else batch.old_logps_S
+    sampling = old if batch.sampling_logps_S is None else batch.sampling_logps_S
     per_token = cfg.importance_sampling_level == "token"
     factors, outside = list[torch.Tensor](), None
     if cfg.off_policy_mask_threshold is not None:
-        factors.append(off_policy_keep(advantages, logps, sampling, mask, cfg.off_policy_mask_threshold))
+        factors.append(off_policy_keep(batch, sampling, cfg.off_policy_mask_threshold))
     if cfg.sequence_mask_low is not None or cfg.sequence_mask_high is not None:
         low, high = cfg.sequence_mask_low or 0.0, cfg.sequence_mask_high or math.inf
-        outside = outside_sequence_bounds(logps, sampling, mask, low, high)
-        factors.append(~outside)
-    if batch.entropy_keep_BT is not None:
-        factors.append(batch.entropy_keep_BT)
+        outside = outside_sequence_bounds(batch, sampling, low, high)
+        factors.append(batch.spread(~outside))
+    if batch.entropy_keep_S is not None:
+        factors.append(batch.entropy_keep_S)
     if cfg.correct_sampling and cfg.loss_type != "vespo" and batch.sampling_ratio is not None:
-        factors.append(batch.sampling_ratio)
-    log_ratio = logps - old if per_token else _sequence_mean(logps - old, mask)
-    if batch.old_logps_BT is not None and cfg.trust_region is None:  # which bounds the ratio itself; else it is one
+        factors.append(batch.spread(batch.sampling_ratio))
+    log_ratio = logps - old if per_token else batch.means(logps - old, batch.mask_S)
+    if batch.old_logps_S is not None and cfg.trust_region is None:  # which bounds the ratio itself; else it is one
         log_ratio = _bounded(cfg, batch, log_ratio, factors)
     ratio = torch.exp(log_ratio)
     if not per_token and cfg.teacher_kl_coef is not None:
-        ratio = ratio.detach() * torch.exp(logps - logps.detach())  # each token its advantage (GSPO-token, 2507.18071)
+        # each token its advantage (GSPO-token, 2507.18071)
+        ratio = batch.spread(ratio.detach()) * torch.exp(logps - logps.detach())
     tokens = _surrogate(cfg, batch, old, ratio)
-    loss = tokens.loss_BT
+    loss = tokens.loss_S
     for factor in factors:
         loss = loss * factor
     kl = None
-    if cfg.beta != 0.0 and batch.ref_logps_BT is not None:
+    if cfg.beta != 0.0 and batch.ref_logps_S is not None:
         # the k3 estimator of KL(policy || reference) per token (Schulman, "Approximating KL divergence", 2020)
-        delta = batch.ref_logps_BT - logps
+        delta = batch.ref_logps_S - logps
         kl = torch.exp(delta) - delta - 1
-        kl = kl * ratio if cfg.use_bias_correction_kl else kl
+        kl = kl * batch.spread(ratio) if cfg.use_bias_correction_kl else kl
         loss = loss + cfg.beta * kl
         kl = kl.detach()
-    return replace(tokens, loss_BT=loss, ratio=tokens.ratio.detach(), kl_BT=kl, outside_bounds_B1=outside)
+    return replace(tokens, loss_S=loss, ratio=tokens.ratio.detach(), kl_S=kl, outside_bounds_B1=outside)
 
 
-def token_weights(
-    cfg: LossConfig, mask_BT: torch.Tensor, counts: StepCounts, groups_B: Sequence[int] = ()
-) -> torch.Tensor:
-    """The weight of each token in the loss of the step, (B, T), by the aggregation and the step's denominators.
+def token_weights(cfg: LossConfig, batch: TokenBatch, counts: StepCounts, groups_B: Sequence[int] = ()) -> torch.Tensor:
+    """The weight of each token in the loss of the step, (S,), by the aggregation and the step's denominators.
 
     "token_mean" (DAPO), "sequence_mean" (GRPO), "sequence_sum" and "sequence_sum_norm" (Dr. GRPO: over
     `max_completion_length`) weight completions equally or by their tokens. "prompt_mean" is the mean over a group's
     tokens in the step, then over groups, so that a prompt with long answers counts like others.
     """
-    mask, kind = mask_BT.float(), cfg.weighting
+    mask, kind = batch.mask_S.float(), cfg.weighting
     completions, tokens = max(counts.completions, 1), max(counts.tokens, 1)
     if kind == "sequence_mean":
-        return mask / mask.sum(-1, keepdim=True).clamp(min=1.0) / completions
+        return mask / batch.spread(batch.sums(mask)).clamp(min=1.0) / completions
     if kind == "sequence_sum_norm":
         return mask / (completions * cfg.max_completion_length)
     if kind == "sequence_sum":
         return mask / completions
     if kind == "prompt_mean":
-        tokens_B = torch.tensor([max(counts.group_tokens[group], 1) for group in groups_B], device=mask.device)
-        return mask / tokens_B[:, None] / len(counts.group_tokens)
+        tokens_B1 = torch.tensor([[max(counts.group_tokens[group], 1)] for group in groups_B], device=mask.device)
+        return mask / batch.spread(tokens_B1) / len(counts.group_tokens)
     follows_trl = cfg.aggregation is None and cfg.loss_type != "bnpo"  # TRL's bnpo counts tokens itself
     if counts.items is not None and follows_trl:
         return mask / max(counts.items, 1.0)
     return mask / tokens
 
 
-def clip_indicators(cfg: LossConfig, tokens: TokenLoss, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
-    """0/1, shaped like the ratio, under TRL's metric names; or what the trust region leaves out."""
-    ratio = tokens.ratio
-    if tokens.outside_region_BT is not None:
-        return {"trust_region/left_out": tokens.outside_region_BT.float()}
+def clip_indicators(cfg: LossConfig, tokens: TokenLoss, batch: TokenBatch) -> dict[str, torch.Tensor]:
+    """0/1 under TRL's metric names, or what the trust region leaves out; (B, 1) where ratio and advantage are."""
+    ratio, advantages = tokens.ratio, batch.advantages
+    if ratio.dim() != advantages.dim():
+        ratio, advantages = batch.spread(ratio), batch.spread(advantages)
+    if tokens.outside_region_S is not None:
+        return {"trust_region/left_out": tokens.outside_region_S.float()}
     if cfg.loss_type == "cispo":
         return {"cispo_clip_ratio": ((ratio > cfg.epsilon_high) & (advantages > 0)).float()}
     if cfg.loss_type not in PPO_CLIPPED:

@@ -1,11 +1,12 @@
 """Policy losses by name, and a check before training that the split does not change a registered one.
 
-Shapes: B completions, T completion tokens (padded).
+Shapes: B completions, T completion tokens (padded), S tokens of all completions without padding.
 """
 
 from collections.abc import Callable
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ConfigError
 from ..loading import require_registered
@@ -47,14 +48,24 @@ def adds_at_zero_advantage(loss_type: str) -> bool:
     return loss_type == "vespo" or (loss_type in POLICY_LOSSES and not POLICY_LOSSES[loss_type][1])
 
 
-def registered_loss(name: str, logps: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """The losses of a registered function, (B, T); it gets copies of the `others`, and may write to them."""
-    loss = POLICY_LOSSES[name][0](logps, *(other.clone() for other in others))
+def registered_loss(name: str, lengths: list[int], logps_S: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """The losses of a registered function, (S,), which gets padded copies, and may write to those of the `others`.
+
+    `lengths`: tokens of each row. Values of rows, (B, 1), are not padded.
+    """
+    if not len(logps_S):
+        return logps_S
+    given = (v if v.dim() == 2 else pad_sequence(v.split(lengths), batch_first=True) for v in (logps_S, *others))
+    return torch.cat([row_T[:n] for row_T, n in zip(_losses(name, *given), lengths, strict=True)])
+
+
+def _losses(name: str, logps_BT: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    loss = POLICY_LOSSES[name][0](logps_BT, *(other.clone() for other in others))
     shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-    if shape != tuple(logps.shape):
+    if shape != tuple(logps_BT.shape):
         raise ConfigError(
-            f"policy loss {name!r} returned {shape} for log-probabilities of shape {tuple(logps.shape)}; return a loss "
-            "for each token, padding too."
+            f"policy loss {name!r} returned {shape} for log-probabilities of shape {tuple(logps_BT.shape)}; return a "
+            "loss for each token, padding too."
         )
     return loss
 
@@ -74,7 +85,7 @@ def check_policy_loss(name: str, per_token: bool = False) -> None:
         logps, old, mask = (part_BT[rows, : max(lengths[rows])] for part_BT in (logps_BT, old_BT, mask_BT))
         logps, weights = logps.clone().requires_grad_(), old if per_token else 1.0
         try:
-            loss = registered_loss(name, logps, old, torch.tensor(advantages)[rows, None] * weights, mask)
+            loss = _losses(name, logps, old, torch.tensor(advantages)[rows, None] * weights, mask)
             gradient = torch.autograd.grad((loss * mask).sum(), logps)[0]
         except ConfigError:
             raise

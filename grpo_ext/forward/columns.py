@@ -39,9 +39,9 @@ class Column:
     sent: bool = True  # between processes; a rollout batch has it
     trl: bool = True  # in TRL's dictionary
     loss: bool = False  # read by the loss
+    of_rows: bool = False  # a row may have one value instead of one for each token
 
 
-# a loss or an override may have one value for each row in `advantages` and `importance_sampling_ratio`
 COLUMNS: dict[str, Column] = {
     PROMPT_IDS: Column("prompt", torch.int32, fill=None),
     PROMPT_MASK: Column("prompt", torch.bool, absent=1),  # 1 where attention sees the token
@@ -49,11 +49,11 @@ COLUMNS: dict[str, Column] = {
     COMPLETION_MASK: Column("completion", torch.bool, absent=1, loss=True),  # as `prompt_mask`
     # 0 on tokens of tools and environments, which carry no loss
     TOOL_MASK: Column("completion", torch.bool, fill=1, absent=1, loss=True),
-    ADVANTAGES: Column("completion", loss=True),
+    ADVANTAGES: Column("completion", loss=True, of_rows=True),
     # log-probabilities of the policy that sampled, the reference, the teacher, and the inference engine
     **{name: Column("completion", loss=True) for name in (*MODEL_LOGPS.values(), SAMPLING_LOGPS)},
     # of the policy to the engine. 1 is no correction; the VESPO weight sums its logarithm over the padding too
-    RATIO: Column("completion", fill=1, loss=True),
+    RATIO: Column("completion", fill=1, loss=True, of_rows=True),
     # what the sampler recorded: log-probabilities after every filter, and the probability that the filters had kept
     SAMPLER_LOGPS: Column("completion", trl=False, loss=True),
     KEPT_MASS: Column("completion", neutral=1, sent=False, trl=False),

@@ -105,7 +105,8 @@ class RowsAlone:
 
     def _run(self) -> tuple[Outputs, torch.Tensor]:
         parts = [self.rows.part([row]) for row in range(len(self.rows))]
-        runs = [_outputs(self.model, self.policy, lay_out("padded", self.policy, part, self.device)) for part in parts]
+        model, policy = self.model, self.policy
+        runs = [_outputs(model, policy, part, lay_out("padded", policy, part, self.device)) for part in parts]
         every = [outputs for outputs, _ in runs]
         outputs = {
             place: torch.cat([outputs[place] for outputs in every])
@@ -135,7 +136,7 @@ def why_form_fails(
     try:
         paddings = (0,) if form == "packed" else alone.paddings
         batches = [lay_out(form, policy, alone.rows, alone.device, group=group, left=width) for width in paddings]
-        runs = [_outputs(model, policy, batch) for batch in batches]
+        runs = [_outputs(model, policy, alone.rows, batch) for batch in batches]
         if form == "prefix" and checkpointing_kwargs is not None:
             with checkpointing_layers(policy, checkpointing_kwargs), torch.enable_grad():
                 again_S = _log_probs(model, batches[-1]).detach()
@@ -164,14 +165,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _outputs(model: Any, policy: Any, batch: FormBatch) -> tuple[Outputs, torch.Tensor]:
+def _outputs(model: Any, policy: Any, rows: TokenRows, batch: FormBatch) -> tuple[Outputs, torch.Tensor]:
     """Outputs of modules at the positions that predict later tokens of completions, and log-probabilities of all.
 
     In the padded form also outputs at all tokens: padding shows most at the beginning of a prompt.
     """
     after = batch.inputs.get(PREFIX)
     shape = batch.inputs["input_ids"].shape if after is None else after.input_ids.shape
-    later_S, predictor_S, outputs = batch.places_2S[1] > 0, batch.targets.predictor_S, Outputs()
+    later_S = torch.cat([torch.arange(length) for length in rows.completions_B]) > 0
+    predictor_S, outputs = batch.targets.predictor_S, Outputs()
     # in the prefix form the batch of the completions comes last, and a prompt predicts the first token of each
     index = (predictor_S - (batch.counts_BL.numel() - shape.numel())).clamp(min=0)
     everywhere = batch.counts_BL.flatten().nonzero()[:, 0]

@@ -77,7 +77,6 @@ class FormBatch:
     inputs: dict[str, Any]
     targets: Targets  # positions refer to the flattened batch: in the prefix form the prompts', then the completions'
     counts_BL: torch.Tensor  # how often the padded batch would have computed each token
-    places_2S: torch.Tensor  # of `TokenRows.places`
     # on the CPU: the place of each token of the flattened batch among the tokens of all rows; -1 for padding, but a
     # pack is filled up with the first token
     source_N: torch.Tensor
@@ -122,9 +121,9 @@ def lay_out(
     if experts_NC is not None:
         experts_NC = torch.nn.functional.pad(experts_NC, (0, 0, 0, 1), value=BY_ROUTER)[source_N]  # -1: padding
     keys_N = None if keys_N is None else torch.nn.functional.pad(keys_N, (0, 1))[source_N]
-    tensors = on_device, tokens_S, rows.places(), parts, masks, experts_NC, share, keys_N
+    tensors = on_device, tokens_S, parts, masks, experts_NC, share, keys_N
     moved = to_device(tensors, device)
-    (inputs, predictor_S, counts_BL), tokens_S, places_2S, parts, masks, experts_NC, share, keys_N = moved
+    (inputs, predictor_S, counts_BL), tokens_S, parts, masks, experts_NC, share, keys_N = moved
     routes = record_experts or experts_NC is not None
     routing = Routing(experts_NC, counts_BL.flatten(), group) if routes else None
     for window, calls in parts.items():
@@ -133,7 +132,7 @@ def lay_out(
         inputs[PREFIX] = Continuation(**inputs[PREFIX])
     wanted: dict[str, Any] = {"entropy": with_entropy, "router": with_router, "masks": masks, "routing": routing}
     targets = Targets(predictor_S=predictor_S, tokens_S=tokens_S, dropout_N=keys_N, **wanted)
-    return FormBatch(form, inputs, targets, counts_BL, places_2S, source_N, share)
+    return FormBatch(form, inputs, targets, counts_BL, source_N, share)
 
 
 def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
@@ -151,7 +150,7 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     routing = batch.targets.routing
     replayed = None if routing is None else routing.experts_NC
     router = RouterOutput(routers, batch.counts_BL, group, replayed) if routers else None
-    return LogProbs(logps_S, entropies_S, router, batch.places_2S, routing)
+    return LogProbs(logps_S, entropies_S, router, routing)
 
 
 def run_rows(

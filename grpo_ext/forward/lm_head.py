@@ -105,7 +105,6 @@ class LogProbs:
     logps_S: torch.Tensor  # of the completion tokens, row by row, in nats
     entropies_S: torch.Tensor | None  # in nats, where requested
     router: RouterOutput | None  # of a MoE model, where requested
-    places_2S: torch.Tensor  # `TokenRows.places`, on the device
     routing: Routing | None = None  # None where nothing is recorded or replayed
     # the recorded experts of each token of the rows, on the CPU; a prompt that ran once for several completions has
     # them in the first of these

@@ -7,11 +7,12 @@ N tokens, S completion tokens, T columns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..algorithms.keyed_random import token_keys
 from ..batching.sizes import ceil_div
@@ -136,13 +137,20 @@ class TokenRows:
         tokens = self._of_completions(self.ids_N)
         return tokens if (attended_N := self.of(ATTENDED)) is None else tokens[self._of_completions(attended_N)]
 
-    def places(self) -> torch.Tensor:
-        """Row and column of each of the `targets` in TRL's layout, int64 (2, S)."""
-        lengths = torch.tensor(list(self.completions_B))
-        attended = torch.arange(int(lengths.max())) < lengths[:, None]
-        if (attended_N := self.of(ATTENDED)) is not None:
-            attended = attended.masked_scatter(attended, self._of_completions(attended_N))
-        return attended.nonzero().T
+    def with_unseen(self, values_S: torch.Tensor) -> torch.Tensor:
+        """Values of the `targets`, and 0 for the other tokens of the completions."""
+        if (attended_N := self.of(ATTENDED)) is None:
+            return values_S
+        seen_S = self._of_completions(attended_N).to(values_S.device)
+        return seen_S.to(values_S.dtype).masked_scatter(seen_S, values_S)
+
+    def in_columns(self, values_S: torch.Tensor, width: int) -> torch.Tensor:
+        """Values of the `targets` in TRL's layout, (B, width), zero elsewhere.
+
+        They stay connected to the graph even where there are none, so every process can run its backward pass.
+        """
+        values_BT = pad_sequence(self.with_unseen(values_S).split([*self.completions_B]), batch_first=True)
+        return torch.nn.functional.pad(values_BT, (0, width - values_BT.size(1)))
 
     def _of_completions(self, values_N: torch.Tensor) -> torch.Tensor:
         rows = zip(pairwise(self.starts_B), self.prompts_B, strict=True)
@@ -163,11 +171,6 @@ class TokenRows:
         return ids, mask.long(), width
 
 
-def in_columns(values_S: torch.Tensor, places_2S: torch.Tensor, rows: int, width: int) -> torch.Tensor:
-    """Values of `TokenRows.targets`, by `TokenRows.places`, in TRL's layout: (rows, width), zero elsewhere.
-
-    They stay connected to the graph even where there are none, so every process can run its backward pass.
-    """
-    row_S, column_S = places_2S
-    empty = values_S.new_zeros(rows * width)
-    return empty.index_copy(0, row_S * width + column_S, values_S).view(rows, width)
+def unpadded(rows: Iterable[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """The first values of each row, by the lengths of the rows, one row after the other."""
+    return torch.cat([row[:length] for row, length in zip(rows, lengths, strict=True)])

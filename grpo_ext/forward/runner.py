@@ -38,7 +38,7 @@ from .images import RowImages
 from .lm_head import LogProbs, RouterOutput
 from .moving_buffers import differ, moving_buffers
 from .routing import Routing
-from .rows import TokenRows, in_columns
+from .rows import TokenRows, unpadded
 from .token_slice import refuse_other_forms
 
 logger = get_logger(__name__)
@@ -58,10 +58,10 @@ TrlLogProbs = tuple[torch.Tensor, Any, Any]
 
 
 class MicroBatchScores(NamedTuple):
-    """Log-probabilities and entropies (B, T) of a micro-batch, in nats."""
+    """Of the completion tokens of a micro-batch, in nats; 0 where attention does not see the token."""
 
-    logps: torch.Tensor
-    entropies: torch.Tensor
+    logps_S: torch.Tensor
+    entropies_S: torch.Tensor
     router: RouterOutput | None  # of a MoE model, where requested
     routing: Routing | None = None  # the experts that were replayed; None where none were
 
@@ -202,7 +202,7 @@ class ForwardRunner:
             ids, mask, width = rows.padded(self.multiple)
             given: Any = override, model, (ids, mask), width, rows.images, limits, {}
             logps_BT, _, _ = self._by_user(*given, batch_size=limits.completions)
-            return torch.cat([row[:n] for row, n in zip(logps_BT, rows.completions_B, strict=True)]), None
+            return unpadded(logps_BT, rows.completions_B), None
         # members run the rows of all of them together, and each keeps its own
         shares = [rows] if self.group is None else gather_in_group(rows, self.group.handle, self.group.size)
         everyone = rows if self.group is None else TokenRows.joined(shares)
@@ -215,23 +215,25 @@ class ForwardRunner:
         return logps_S[mine], torch.cat(experts).split(tokens)[mine] if experts else None
 
     def micro_batch_log_probs(
-        self, model: Any, columns: Mapping[str, Any], rows: TokenRows, with_router: bool, alone: bool = False
+        self, model: Any, rows: TokenRows, with_router: bool, given: Mapping[str, Any], alone: bool = False
     ) -> MicroBatchScores:
-        """Scores in the layout and on the device of the padded `columns`; `alone`: not of a sequence-parallel group."""
-        mask_BT = columns["completion_mask"]
+        """Scores of rows, which a user's override gets as the padded dictionary that is `given`.
+
+        `alone`: not of a sequence-parallel group.
+        """
         if (override := self.override()) is not None:
-            ids_and_mask, width = padded_ids_and_mask(columns), mask_BT.size(1)
-            logps, entropies, aux_loss = self._by_user(
-                *(override, model, ids_and_mask, width, rows.images, None, images_among(columns)),
+            ids_and_mask, width = padded_ids_and_mask(given), given["completion_ids"].size(1)
+            *scores, aux_loss = self._by_user(
+                *(override, model, ids_and_mask, width, rows.images, None, images_among(given)),
                 compute_entropy=True,
                 compute_aux_loss=with_router,
             )
-            return MicroBatchScores(logps, entropies, getattr(aux_loss, "grpo_ext_router", None))
+            logps_S, entropies_S = (unpadded(score_BT, rows.completions_B) for score_BT in scores)
+            return MicroBatchScores(logps_S, entropies_S, getattr(aux_loss, "grpo_ext_router", None))
         output = self._forward(model, rows, with_router=with_router, group=None if alone else self.group)
         assert output.entropies_S is not None
-        shape = (output.places_2S, len(rows), mask_BT.size(1))
-        logps, entropies = (in_columns(v, *shape).to(mask_BT.device) for v in (output.logps_S, output.entropies_S))
-        return MicroBatchScores(logps, entropies, output.router, output.routing)
+        logps_S, entropies_S = map(rows.with_unseen, (output.logps_S, output.entropies_S))
+        return MicroBatchScores(logps_S, entropies_S, output.router, output.routing)
 
     def batching(self, model: Any, form: Form) -> tuple[RowBatching, int]:
         """The rows that a batch of a form may hold together, and the multiple of tokens that it is filled up to."""
@@ -334,13 +336,9 @@ class ForwardRunner:
         aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean() if routers else None
         if aux_loss is not None and len(parts) == 1:
             aux_loss.grpo_ext_router = routers[0]  # type: ignore[attr-defined]
-        places_2S = rows.places().to(parts[0].logps_S.device)
-
-        def columns(values: list[torch.Tensor]) -> torch.Tensor:
-            return in_columns(torch.cat(values), places_2S, len(rows), width)
-
+        logps_BT = rows.in_columns(torch.cat([part.logps_S for part in parts]), width)
         entropies = [part.entropies_S for part in parts if part.entropies_S is not None]
-        return columns([part.logps_S for part in parts]), columns(entropies) if entropies else None, aux_loss
+        return logps_BT, rows.in_columns(torch.cat(entropies), width) if entropies else None, aux_loss
 
 
 def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,7 +32,6 @@ from ..forward.columns import (
     KEPT_IDS,
     PROMPT_IDS,
     PROMPT_MASK,
-    RATIO,
     TOOL_MASK,
     Column,
     Rows,
@@ -179,12 +178,11 @@ class RolloutBatch:
         multiple = pad_to_multiple_of if self.widths is None else None
         prompt, completion = self.widths or (1, 1)
         masks = {PROMPT_MASK: PROMPT_IDS, COMPLETION_MASK: COMPLETION_IDS}
-        known = [(mask, self[ids]) for mask, ids in masks.items() if ids in self.columns]
-        ones = {mask: replace(ids, values=torch.ones_like(ids.values)) for mask, ids in known}
+        ones = {mask: replace(self[ids], values=torch.ones_like(self[ids].values)) for mask, ids in masks.items()}
         batch: dict[str, Any] = dict(self.constants)
         for name, column in {**ones, **self.columns}.items():
             kind = COLUMNS.get(name, _OWN)
-            if not (kind.trl or kind.loss):
+            if not kind.trl:
                 continue
             if not isinstance(column, Rows):
                 batch[name] = column
@@ -277,7 +275,7 @@ def gather_scored(scored: Mapping[str, Any], num_rows: int, num_generations: int
             )
     parts = [{name: _column(name, value, rows) for name, value in share.items()} for rows, share in shares]
     columns = concatenated([{n: c for n, c in sorted(part.items()) if c is not None} for part in parts])
-    for name in (ADVANTAGES, RATIO):  # with one value per completion; on one process all may have one token
+    for name in (n for n, kind in COLUMNS.items() if kind.of_rows):  # on one process all may have one token
         if isinstance(column := columns.get(name), Rows) and set(column.lengths) <= {1}:
             columns[name] = column.values[:, None]
     constants = {name: value for name, value in shares[0][1].items() if parts[0][name] is None}

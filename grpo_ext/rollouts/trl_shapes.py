@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 
-from ..forward.columns import ADVANTAGES, COMPLETION_MASK, SAMPLER_LOGPS, TOOL_MASK
+from ..forward.columns import ADVANTAGES, COMPLETION_MASK, TOOL_MASK
 from ..sampling.engine import EngineSettings
 from .batch import RolloutBatch, Values
 from .images import ImageSource
@@ -25,7 +25,6 @@ def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, sett
     columns.update(token_columns(local, transcripts, with_masked=True))
     batch = RolloutBatch.of_columns(columns, local.request.num_generations)
     dictionary = batch.collate(settings.pad, settings.multiple)
-    dictionary.pop(SAMPLER_LOGPS, None)
     masked = torch.tensor(local.settings.sampling.masked(transcripts))
     dictionary[COMPLETION_MASK][masked] = 0
     if TOOL_MASK in dictionary:  # as in TRL, on the padding too

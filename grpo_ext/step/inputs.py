@@ -1,24 +1,24 @@
-"""A micro-batch for its forward and its loss: tokens without padding, padded columns, and the step that counts it.
+"""A micro-batch for its forward and its loss, without padding, and the step that counts it.
 
 Differs from TRL, where one padded dictionary serves both. It is made here too, but only for overrides (step.overrides).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..batching.micro_batches import MicroBatch
-from ..forward.columns import COLUMNS, COMPLETION_MASK
-from ..forward.rows import TokenRows
+from ..forward.columns import COLUMNS, COMPLETION_MASK, Rows
+from ..forward.rows import TokenRows, unpadded
 from ..rollouts.batch import ROW, RolloutBatch
 from ..rollouts.images import ImageSource
 from ..runtime.transfer import to_device
 from .settings import StepSettings
 from .statistics import StepContext
 
-_OF_LOSS = tuple(name for name, column in COLUMNS.items() if column.loss)
+LENGTHS = "lengths"
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class LossInputs:
     part: MicroBatch  # the completions, by their rows of the step
     groups: Sequence[int]  # of each completion
     rows: TokenRows  # the tokens, without padding
-    columns: dict[str, Any]  # padded, by TRL's names: those that the loss reads, or all with `in_trl_form`
-    in_trl_form: bool = True  # see `StepSettings`
+    columns: dict[str, Any]  # on the device, those of `loss_columns`
+    padded: dict[str, Any] = field(default_factory=dict)  # TRL's dictionary, where a user's overrides read it
 
     @property
     def accumulation_steps(self) -> float:
@@ -66,6 +66,24 @@ def step_rows(rollout: RolloutBatch, selected: RolloutBatch, images: ImageSource
     return replace(selected.token_rows(images.of_batch(selected.columns)), group_lengths_B=lengths)
 
 
+def loss_columns(columns: Mapping[str, Any], rows: TokenRows) -> dict[str, torch.Tensor]:
+    """What the loss reads, by TRL's names, from columns of unpadded or padded rows; and `LENGTHS`, those of the rows.
+
+    (S,) for the completion tokens of all rows, one after the other, or (B, 1).
+    """
+    lengths = [*rows.completions_B]
+    of_loss = {LENGTHS: torch.tensor(lengths), COMPLETION_MASK: torch.ones(sum(lengths), dtype=torch.long)}
+    for name, kind in COLUMNS.items():
+        column = columns.get(name) if kind.loss else None
+        if isinstance(column, Rows) and column.lengths == lengths:
+            of_loss[name] = column.values
+        elif isinstance(column, torch.Tensor) and kind.of_rows and column.numel() == len(lengths):
+            of_loss[name] = column.reshape(-1, 1)
+        elif column is not None:
+            of_loss[name] = unpadded(column, lengths)
+    return {name: values.long() if values.dtype == torch.bool else values for name, values in of_loss.items()}
+
+
 def collate(
     selected: RolloutBatch,
     rows: TokenRows,
@@ -75,13 +93,10 @@ def collate(
     settings: StepSettings,
 ) -> LossInputs:
     """A micro-batch from its completions and their tokens."""
-    if not settings.in_trl_form:
-        of_loss = {COMPLETION_MASK: selected.completion_masks}
-        of_loss |= {name: selected[name] for name in _OF_LOSS if name in selected.columns}
-        selected = replace(selected, columns=of_loss, constants={})
-    batch = selected.collate(collation.pad_token_id, collation.multiple)
+    batch: dict[str, Any] = {}
     if settings.in_trl_form:
+        batch = selected.collate(collation.pad_token_id, collation.multiple)
         batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         batch[ROW] = torch.tensor(part.rows)
-    columns = to_device(batch, collation.device)
-    return LossInputs(step, part, selected.groups, rows, columns, settings.in_trl_form)
+    columns, padded = to_device((loss_columns(selected.columns, rows), batch), collation.device)
+    return LossInputs(step, part, selected.groups, rows, columns, padded)

@@ -3,6 +3,7 @@
 Differs from TRL's `_compute_loss`: no collective and no denominator of its own. Called for every micro-batch.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..errors import ConfigError, ModelError
 from ..forward.columns import SAMPLER_LOGPS, TEACHER_LOGPS
 from ..forward.lm_head import RouterOutput
 from ..forward.runner import MicroBatchScores
-from .inputs import LossInputs
+from .inputs import LENGTHS, LossInputs
 from .statistics import loss_mask
 
 # the sampler's and the trainer's rounding may drift apart along a completion: names, and positions from and below
@@ -30,13 +31,13 @@ _DEPTHS = (
     ("sampling/logp_difference/below_64", 0, 64),
     ("sampling/logp_difference/below_512", 64, 512),
     ("sampling/logp_difference/below_4096", 512, 4096),
-    ("sampling/logp_difference/beyond", 4096, None),
+    ("sampling/logp_difference/beyond", 4096, math.inf),
 )
 
 
-def active_tokens(mask_BT: torch.Tensor, entropies_BT: torch.Tensor, threshold: float | None) -> torch.Tensor:
+def active_tokens(mask: torch.Tensor, entropies: torch.Tensor, threshold: float | None) -> torch.Tensor:
     """The tokens that carry loss and whose entropy is at or above the threshold, in nats; None: all that carry loss."""
-    return mask_BT if threshold is None else mask_BT * (entropies_BT >= threshold)
+    return mask if threshold is None else mask * (entropies >= threshold)
 
 
 def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchScores) -> torch.Tensor:
@@ -47,72 +48,75 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
             f"beta={cfg.beta:g} asks for the KL term, but these completions have no reference log-probabilities, "
             "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
-    logps, entropies, router, routing = scores
+    logps_S, entropies_S, router, routing = scores
     mask, threshold, metrics = loss_mask(columns), step.entropy_threshold, step.metrics
-    active = active_tokens(mask, entropies, threshold)
+    active = active_tokens(mask, entropies_S, threshold)
     batch = TokenBatch(
-        logps_BT=logps,
-        mask_BT=mask,
-        advantages_B=_advantages(cfg, columns, logps),
-        old_logps_BT=columns.get("old_per_token_logps"),
-        ref_logps_BT=columns.get("ref_per_token_logps"),
-        sampling_logps_BT=columns.get("sampling_per_token_logps"),
+        logps_S=logps_S,
+        mask_S=mask,
+        advantages=columns["advantages"],
+        lengths_B=columns[LENGTHS],
+        old_logps_S=columns.get("old_per_token_logps"),
+        ref_logps_S=columns.get("ref_per_token_logps"),
+        sampling_logps_S=columns.get("sampling_per_token_logps"),
         sampling_ratio=columns.get("importance_sampling_ratio"),
-        entropy_keep_BT=None if threshold is None else active.bool().float(),
+        entropy_keep_S=None if threshold is None else active.bool().float(),
     )
-    tokens, weights_BT = token_loss(cfg, batch), token_weights(cfg, mask, step.counts, micro_batch.groups)
-    loss = (tokens.loss_BT * weights_BT).sum()
+    if cfg.teacher_kl_coef is not None:
+        batch.advantages = batch.spread(batch.advantages) + _of_teacher(cfg.teacher_kl_coef, columns, logps_S)
+    tokens, weights_S = token_loss(cfg, batch), token_weights(cfg, batch, step.counts, micro_batch.groups)
+    shares_S = tokens.loss_S * weights_S
+    loss = shares_S.sum()
     if step.record is not None:
-        step.record(cfg, micro_batch, batch, tokens, entropy=entropies, share=tokens.loss_BT * weights_BT)
+        step.record(cfg, micro_batch, batch, tokens, entropy=entropies_S, share=shares_S)
     if cfg.entropy_coefficient is not None:
         metrics.add_total("policy_loss", loss, weight)
-        bonus = (entropies * active).sum()
+        bonus = (entropies_S * active).sum()
         metrics.add("bonus_entropy", bonus, active.sum(), weight)
         loss = loss - cfg.entropy_coefficient * bonus / max(step.counts.entropy_tokens, 1)
     if cfg.router_coefficient is not None:
         loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, micro_batch)
-    metrics.add_tokens("entropy", entropies, mask, weight)
+    metrics.add_tokens("entropy", entropies_S, mask, weight)
     _add_policy_metrics(cfg, tokens, batch, micro_batch)
-    if (sampler_logps_BT := columns.get(SAMPLER_LOGPS)) is not None:
-        _add_sampler_difference(batch, sampler_logps_BT, micro_batch)
+    if SAMPLER_LOGPS in columns:
+        _add_sampler_difference(batch, micro_batch)
     if routing is not None:
         metrics.add("routing/changed_share", *routing.counts(), weight)
-    if cfg.log_ratios and batch.old_logps_BT is not None:
-        _add_ratios((logps - batch.old_logps_BT).detach().exp(), mask, micro_batch)
+    if cfg.log_ratios and batch.old_logps_S is not None:
+        _add_ratios((logps_S - batch.old_logps_S).detach().exp(), mask, micro_batch)
     return loss * weight
 
 
-def _advantages(cfg: LossConfig, columns: Mapping[str, Any], logps_BT: torch.Tensor) -> torch.Tensor:
-    """The advantages of the rollout batch; with a teacher one for each token, (B, T)."""
-    advantages, teacher_BT = columns["advantages"], columns.get(TEACHER_LOGPS)
-    if cfg.teacher_kl_coef is None:
-        return advantages
-    if teacher_BT is None:
+def _of_teacher(coefficient: float, columns: Mapping[str, Any], logps_S: torch.Tensor) -> torch.Tensor:
+    """The teacher's advantages of the tokens."""
+    if (teacher_S := columns.get(TEACHER_LOGPS)) is None:
         raise ConfigError(
             f"these completions have no {TEACHER_LOGPS}, which the teacher's advantages need; an override of "
             "_generate_and_score_completions, compute_loss or _compute_loss has to pass on what super() returns, or "
             "what it is given, under this name."
         )
-    per_token = advantages[:, None] if advantages.dim() == 1 else advantages
-    return per_token + distillation_advantages(logps_BT, teacher_BT, cfg.teacher_kl_coef)
+    return distillation_advantages(logps_S, teacher_S, coefficient)
 
 
-def _add_sampler_difference(batch: TokenBatch, sampler_logps_BT: torch.Tensor, micro_batch: LossInputs) -> None:
+def _add_sampler_difference(batch: TokenBatch, micro_batch: LossInputs) -> None:
     """How far the sampler's log-probabilities lie from those that the trainer computes for the same policy."""
-    policy_BT = batch.logps_BT.detach() if batch.old_logps_BT is None else batch.old_logps_BT
-    known_BT = batch.mask_BT * ~sampler_logps_BT.isnan()
-    difference_BT = (policy_BT - sampler_logps_BT.nan_to_num()).abs()
+    sampler_S = micro_batch.columns[SAMPLER_LOGPS]
+    policy_S = batch.logps_S.detach() if batch.old_logps_S is None else batch.old_logps_S
+    known_S = batch.mask_S * ~sampler_S.isnan()
+    difference_S = (policy_S - sampler_S.nan_to_num()).abs()
     metrics, weight = micro_batch.step.metrics, micro_batch.part.weight
-    metrics.add_tokens("sampling/logp_difference", difference_BT, known_BT, weight)
+    metrics.add_tokens("sampling/logp_difference", difference_S, known_S, weight)
+    begins_B1 = (batch.lengths_B.cumsum(0) - batch.lengths_B)[:, None]
+    place_S = torch.arange(len(known_S), device=known_S.device) - batch.spread(begins_B1)
     for name, start, end in _DEPTHS:
-        if start < known_BT.size(1):
-            metrics.add_tokens(name, difference_BT[:, start:end], known_BT[:, start:end], weight)
+        if start < max(micro_batch.rows.completions_B):
+            metrics.add_tokens(name, difference_S, known_S * (place_S >= start) * (place_S < end), weight)
 
 
-def _add_ratios(ratio_BT: torch.Tensor, mask_BT: torch.Tensor, micro_batch: LossInputs) -> None:
+def _add_ratios(ratio_S: torch.Tensor, mask_S: torch.Tensor, micro_batch: LossInputs) -> None:
     metrics, weight = micro_batch.step.metrics, micro_batch.part.weight
-    metrics.add_tokens("sampling/ratio_mean", ratio_BT, mask_BT, weight)
-    unmasked = torch.where(mask_BT.bool(), ratio_BT, torch.nan)
+    metrics.add_tokens("sampling/ratio_mean", ratio_S, mask_S, weight)
+    unmasked = torch.where(mask_S.bool(), ratio_S, torch.nan)
     metrics.add_extreme("sampling/ratio_min", unmasked, weight, lowest=True)
     metrics.add_extreme("sampling/ratio_max", unmasked, weight)
 
@@ -135,24 +139,22 @@ def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: L
 
 
 def _add_policy_metrics(cfg: LossConfig, tokens: TokenLoss, batch: TokenBatch, micro_batch: LossInputs) -> None:
-    metrics, weight, mask = micro_batch.step.metrics, micro_batch.part.weight, batch.mask_BT
+    metrics, weight, mask = micro_batch.step.metrics, micro_batch.part.weight, batch.mask_S
     if cfg.teacher_kl_coef is not None:
-        metrics.add_tokens("teacher_kl", batch.logps_BT.detach() - micro_batch.columns[TEACHER_LOGPS], mask, weight)
-    if tokens.kl_BT is not None:
-        metrics.add_tokens("kl", tokens.kl_BT, mask, weight)
-    whole = batch.advantages_B.dim() == 1  # else the tokens of a completion have advantages of their own
-    if tokens.vespo_phi_B1 is not None and whole:
-        metrics.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi_B1, weight)
+        metrics.add_tokens("teacher_kl", batch.logps_S.detach() - micro_batch.columns[TEACHER_LOGPS], mask, weight)
+    if tokens.kl_S is not None:
+        metrics.add_tokens("kl", tokens.kl_S, mask, weight)
+    if tokens.vespo_phi is not None and tokens.vespo_phi.dim() == 2:
+        metrics.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi, weight)
     if tokens.outside_bounds_B1 is not None:
         metrics.add_sequences("sequence_mask/left_out", tokens.outside_bounds_B1, weight)
-    per_sequence = cfg.importance_sampling_level == "sequence" and whole
-    for name, clipped in clip_indicators(cfg, tokens, batch.advantages).items():
+    for name, clipped in clip_indicators(cfg, tokens, batch).items():
         mean_name = f"{name}_mean" if name.startswith("clip_ratio/") else name
-        if per_sequence:
+        if clipped.dim() == 2:
             metrics.add_sequences(mean_name, clipped, weight)
         else:
             metrics.add_tokens(mean_name, clipped, mask, weight)
-        per_row = clipped.squeeze(1) if per_sequence else (clipped * mask).sum(-1) / mask.sum(-1)
+        per_row = clipped if clipped.dim() == 2 else batch.sums(clipped * mask) / batch.sums(mask)
         if name == "clip_ratio/low":
             metrics.add_extreme("clip_ratio/low_min", per_row, weight, lowest=True)
         elif name == "clip_ratio/high":

@@ -99,11 +99,11 @@ class Attempt:
         measured: list[MicroBatchStatistics] = []
         with self.forwards.without_gradients(accelerator.unwrap_model(self.model)):
             for micro_batch in self.micro_batches():
-                columns = micro_batch.columns
-                scores = self.forwards.micro_batch_log_probs(model, columns, micro_batch.rows, settings.router)
-                mask_BT = loss_mask(columns)
+                given = micro_batch.rows, settings.router, micro_batch.padded
+                scores = self.forwards.micro_batch_log_probs(model, *given)
+                mask_S = loss_mask(micro_batch.columns)
                 experts = None if scores.router is None else scores.router.statistics(top_k)
-                measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies, mask_BT, experts))
+                measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies_S, mask_S, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)
 
     def micro_batches(self) -> Iterator[LossInputs]:

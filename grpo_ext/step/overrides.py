@@ -17,14 +17,15 @@ from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
 from ..forward.architecture import experts_per_token
-from ..forward.columns import SAMPLER_LOGPS, Rows
+from ..forward.columns import SAMPLER_LOGPS
 from ..forward.images import RowImages
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, TrlLogProbs, known_of, padded_ids_and_mask
 from ..rollouts.batch import ROW
 from ..runtime.attributes import temporarily_set
+from ..runtime.transfer import to_device
 from ..view import TrainerView
-from .inputs import LossInputs
+from .inputs import LossInputs, loss_columns
 from .loss import active_tokens, assemble_loss
 from .optimizer_step import Attempt, StepPlanner
 from .settings import loss_config_of
@@ -42,8 +43,7 @@ class LossOverrides:
         # TRL's loss divides `num_items_in_batch` by the processes, and in training by the steps of a rollout batch
         repeats = view.accelerator.num_processes * (view.geometry.steps_per_rollout if view.model.training else 1)
         items = torch.tensor(float((counts.items or counts.tokens) * repeats), device=view.accelerator.device)
-        inputs = {name: column for name, column in micro_batch.columns.items() if name != SAMPLER_LOGPS}
-        inputs["num_items_in_batch"] = items
+        inputs = micro_batch.padded | {"num_items_in_batch": items}
         if images is not None:
             ids, _ = padded_ids_and_mask(inputs)
             inputs |= images.as_trl(ids)
@@ -55,12 +55,13 @@ class LossOverrides:
         micro_batch = self._of_own_step(inputs) if attempt is None else self._of_step(attempt, inputs)
         forwards, rows = self.planner.forwards, micro_batch.rows
         if attempt is None:  # one process may call this alone
-            scores = forwards.micro_batch_log_probs(model, inputs, rows, with_router, alone=True)
+            scores = forwards.micro_batch_log_probs(model, rows, with_router, inputs, alone=True)
         else:
             with temporarily_set(attempt, current=micro_batch):  # whose rows a user's log-probabilities are given
-                scores = forwards.micro_batch_log_probs(model, inputs, rows, with_router)
+                scores = forwards.micro_batch_log_probs(model, rows, with_router, inputs)
         if attempt is None and (quantile := self.view.top_entropy_quantile) < 1.0:
-            measured = MicroBatchStatistics(micro_batch.part, scores.entropies.detach(), loss_mask(inputs))
+            mask_S = loss_mask(micro_batch.columns)
+            measured = MicroBatchStatistics(micro_batch.part, scores.entropies_S.detach(), mask_S)
             set_statistics(micro_batch.step, [measured], quantile)
         return assemble_loss(loss_config_of(self.view), micro_batch, scores)
 
@@ -121,14 +122,17 @@ class LossOverrides:
         if rows.same_tokens(known):
             rows = known
             if SAMPLER_LOGPS in rollout.columns:
-                columns[SAMPLER_LOGPS] = _in_width(rollout.select(places)[SAMPLER_LOGPS], inputs["completion_ids"])
+                columns[SAMPLER_LOGPS] = rollout.select(places)[SAMPLER_LOGPS]
         else:
             self._refuse_with_replay()
             pairs = zip(rows.same_text, itertools.pairwise(groups), strict=True)
             rows = replace(rows, same_text=[same and group == before for same, (before, group) in pairs])
             rows = attempt.with_dropout(rows, places)
         part = MicroBatch(tuple(places), current.part.weight)
-        return replace(current, part=part, groups=groups, rows=rows, columns=columns)
+        return replace(current, part=part, groups=groups, rows=rows, columns=self._columns(columns, rows))
+
+    def _columns(self, columns: Mapping[str, Any], rows: TokenRows) -> dict[str, Any]:
+        return to_device(loss_columns(columns, rows), self.view.accelerator.device)
 
     def _given_rows(self, inputs: Mapping[str, Any], images: RowImages | None) -> TokenRows:
         return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
@@ -145,10 +149,5 @@ class LossOverrides:
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), self.view.group_size)
         metrics, counts = StepMetrics(self.view.accelerator.device), step_counts(mask.sum(1).tolist(), groups)
         step = StepContext(counts, metrics, top_k=experts_per_token(self.view.model))
-        return LossInputs(step, whole, groups, self._given_rows(inputs, images), inputs)
-
-
-def _in_width(rows: Rows, like_BT: torch.Tensor) -> torch.Tensor:
-    """Values of unchanged completions in the columns of a dictionary, which may have more or fewer of padding."""
-    width = like_BT.size(1)
-    return Rows.of([row[:width] for row in rows]).padded(0, "right", width=width).to(like_BT.device)
+        rows = self._given_rows(inputs, images)
+        return LossInputs(step, whole, groups, rows, self._columns(inputs, rows))

@@ -41,27 +41,28 @@ class StepRecord:
         self, cfg: LossConfig, micro_batch: LossInputs, batch: TokenBatch, loss: TokenLoss, **others: torch.Tensor
     ) -> None:
         """Record the tokens of a micro-batch: log-probabilities and entropies in nats, shares of the step's loss."""
-        rows, shape, old_BT = micro_batch.part.rows, batch.mask_BT.shape, batch.old_logps_BT
-        if not micro_batch.part.weight or len(rows) != shape[0]:
+        rows, lengths = micro_batch.part.rows, micro_batch.rows.completions_B
+        if not micro_batch.part.weight or len(rows) != len(lengths):
             return  # repeated to keep processes in step, or with rows of a user's override
-        clipped = [part.bool().expand(shape) for part in clip_indicators(cfg, loss, batch.advantages).values()]
-        clipped += [loss.outside_bounds_B1.expand(shape)] if loss.outside_bounds_B1 is not None else []
+        clipped = [batch.spread(part).bool() for part in clip_indicators(cfg, loss, batch).values()]
+        clipped += [batch.spread(loss.outside_bounds_B1)] if loss.outside_bounds_B1 is not None else []
         columns: dict[str, torch.Tensor | None] = {
-            "mask": batch.mask_BT.long(),
-            "sampler": micro_batch.columns.get(SAMPLER_LOGPS, batch.sampling_logps_BT),
-            "old": batch.logps_BT if old_BT is None else old_BT,
-            "training": batch.logps_BT,
-            "ratio": loss.ratio,
-            "kl": loss.kl_BT,
+            "mask": batch.mask_S.long(),
+            "sampler": micro_batch.columns.get(SAMPLER_LOGPS, batch.sampling_logps_S),
+            "old": batch.logps_S if batch.old_logps_S is None else batch.old_logps_S,
+            "training": batch.logps_S,
+            "ratio": batch.spread(loss.ratio),
+            "kl": loss.kl_S,
             "teacher": micro_batch.columns.get(TEACHER_LOGPS),
             "clipped": torch.stack(clipped).any(0) if clipped else None,
             **others,
         }
         if self.moved:
-            columns = {"after": batch.logps_BT}
+            columns = {"after": batch.logps_S}
         for name, values in columns.items():
-            lists = [None] * len(rows) if values is None else values.detach().expand(shape).tolist()
-            for row, of_row in zip(rows, lists, strict=True):
+            parts = [None] * len(rows) if values is None else values.detach().split([*lengths])
+            for row, part in zip(rows, parts, strict=True):
+                of_row = None if part is None else part.tolist()
                 self.tokens.setdefault(row, {}).setdefault(name, of_row)  # the first: the step's own forward
 
     def fill_from(self, attempt: "Attempt") -> None:

@@ -48,14 +48,15 @@ class StepMetrics:
         if weight and self.counted:
             self.terms.append((name, value.detach() if isinstance(value, torch.Tensor) else value, count))
 
-    def add_tokens(self, name: str, values_BT: torch.Tensor, mask_BT: torch.Tensor, weight: float) -> None:
-        self.add(name, (values_BT * mask_BT).sum(), mask_BT.sum(), weight)
+    def add_tokens(self, name: str, values_S: torch.Tensor, mask_S: torch.Tensor, weight: float) -> None:
+        self.add(name, (values_S * mask_S).sum(), mask_S.sum(), weight)
 
     def add_sequences(self, name: str, values_B1: torch.Tensor, weight: float) -> None:
         self.add(name, values_B1.sum(), float(values_B1.size(0)), weight)
 
     def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
-        """NaN entries do not count."""
+        """NaN entries do not count; there may be none at all."""
+        values = torch.nn.functional.pad(values, (0, 1), value=math.nan)
         if lowest:
             self._add("lowest", name, values.nan_to_num(nan=math.inf, posinf=math.inf).min(), 0.0, weight)
         else:
@@ -101,7 +102,7 @@ class StepContext:
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
-    """1 on the completion tokens that carry loss, (B, T): real, and written by the model."""
+    """1 on the completion tokens that carry loss: real, and written by the model."""
     mask: torch.Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
@@ -116,8 +117,8 @@ def step_counts(tokens_B: Sequence[int], groups_B: Sequence[int]) -> StepCounts:
 @dataclass(frozen=True)
 class MicroBatchStatistics:
     part: MicroBatch
-    entropies_BT: torch.Tensor
-    mask_BT: torch.Tensor  # 1 on tokens that carry loss
+    entropies_S: torch.Tensor
+    mask_S: torch.Tensor  # 1 on tokens that carry loss
     experts: tuple[torch.Tensor, torch.Tensor, int] | None = None  # of `router_statistics`
 
 
@@ -133,8 +134,8 @@ def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics
     """Set the entropy threshold and the expert shares of a step; a collective."""
     counted = [m for m in measured if m.part.weight and context.metrics.counted]
     if top_entropy_quantile < 1.0:
-        local = [m.entropies_BT[m.mask_BT.bool()].float() for m in counted]
-        everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_BT.new_empty(0).float())
+        local = [m.entropies_S[m.mask_S.bool()].float() for m in counted]
+        everyone = ragged_gather(torch.cat(local) if local else measured[0].entropies_S.new_empty(0).float())
         if unknown := int(everyone.isnan().sum()):
             raise PrecisionError(
                 f"top_entropy_quantile={top_entropy_quantile:g} compares the entropies of a step, and {unknown} of "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations
 
-from grpo_ext.algorithms.losses import PPO_CLIPPED, LossConfig, TokenBatch, token_loss
+from grpo_ext.algorithms.losses import PPO_CLIPPED, LossConfig, TokenBatch, row_sums, token_loss
 from grpo_ext.errors import PrecisionError, SplitDependentError
 from grpo_ext.forward import choice
 from tests.distributed import unused
@@ -94,13 +94,28 @@ def test_a_buffer_that_a_forward_moves_is_refused(tmp_path):
 @pytest.mark.parametrize("loss_type", [*PPO_CLIPPED, "sapo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_ratio_that_overflows_has_a_finite_gradient(loss_type, dtype):
-    logps = torch.tensor([[-0.5, -1.0, -1.5]], device=DEVICE, dtype=dtype, requires_grad=True)
-    old = logps.detach() - torch.tensor([[0.1, 100.0, -0.1]], device=DEVICE)
-    ones = torch.ones(1, 3, device=DEVICE)
-    batch = TokenBatch(logps, ones, torch.ones(1, device=DEVICE), old)
-    loss = token_loss(LossConfig(loss_type), batch).loss_BT.sum()
+    logps = torch.tensor([-0.5, -1.0, -1.5], device=DEVICE, dtype=dtype, requires_grad=True)
+    old = logps.detach() - torch.tensor([0.1, 100.0, -0.1], device=DEVICE)
+    lengths = torch.tensor([3], device=DEVICE)
+    batch = TokenBatch(logps, torch.ones(3, device=DEVICE), torch.ones(1, 1, device=DEVICE), lengths, old)
+    loss = token_loss(LossConfig(loss_type), batch).loss_S.sum()
     assert loss.isfinite()
     assert torch.autograd.grad(loss, logps)[0].isfinite().all()
+
+
+def test_sums_of_a_row_have_the_same_bits_alone_and_beside_other_rows():
+    lengths = [9001, 3, 0, 20003, 64]
+    rows = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0)).to(DEVICE).split(lengths)
+
+    def sums(some: list[torch.Tensor]) -> torch.Tensor:
+        return row_sums(torch.cat(some), torch.tensor([len(row) for row in some], device=DEVICE))
+
+    whole = sums([*rows])
+    assert torch.equal(whole, torch.cat([sums([row]) for row in rows]))
+    assert torch.equal(whole, sums([*rows[::-1]]).flip(0))
+    exact = torch.stack([row.double().sum() for row in rows])
+    torch.testing.assert_close(whole[:, 0].double(), exact, rtol=1e-6, atol=1e-9)
+    assert not sums([torch.zeros(0, device=DEVICE)] * 2).any()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])

@@ -56,7 +56,11 @@ VARLEN = "tests/unit/forward/test_varlen.py"
 
 PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, tests
     "algorithms/losses.py": [
-        ("(completions * cfg.max_completion_length)", "(completions * mask.size(1))", f"{LOSSES} -k aggregation"),
+        (
+            "(completions * cfg.max_completion_length)",
+            "(completions * max(batch.lengths_B))",
+            f"{LOSSES} -k aggregation",
+        ),
         ("/ len(counts.group_tokens)", "/ len(set(groups_B))", f"{LOSSES} -k prompt_mean"),
         ("kl = torch.exp(delta) - delta - 1", "kl = torch.exp(delta) - 1", f"{NUMBERS} -k kl_biased"),
         (
@@ -65,7 +69,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
             f"{NUMBERS} -k cispo",
         ),
         ("return float(value) - tolerance", "return float(value)", f"{LOSSES} -k entropy"),
-        ("(teacher_BT - logps_BT.detach())", "(teacher_BT - logps_BT)", f"{LOSSES} -k teacher"),
+        ("(teacher_S - logps_S.detach())", "(teacher_S - logps_S)", f"{LOSSES} -k teacher"),
     ],
     "algorithms/advantages.py": [("keepdim=True) / (count - 1)", "keepdim=True) / count", ADVANTAGES)],
     "algorithms/keyed_random.py": [

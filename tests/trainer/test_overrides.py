@@ -16,9 +16,12 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
+from grpo_ext.algorithms import policy_losses
 from grpo_ext.batching.prompt_order import StepRows
 from grpo_ext.errors import ConfigError
+from grpo_ext.forward import rows
 from grpo_ext.forward.runner import ForwardRunner
+from grpo_ext.rollouts.batch import RolloutBatch
 from tests.support.beside_trl import Loss, build, learns_as_in_trl, log_probs_of
 from tests.support.tiny import given_rollout, prompts, stock_scores, tiny_model, tokenizer_with
 from tests.support.trainers import WithoutSuper, change, error, make, passing_on, watched
@@ -137,14 +140,28 @@ def test_what_an_override_does_to_the_loss_counts_for_every_micro_batch_size(tmp
     learns_as_in_trl(tmp_path, override, differs=override is not TrlsLoss, **settings)
 
 
+def noted(calls: list[Any], function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(function)
+        return function(*args, **kwargs)
+
+    return call
+
+
 @pytest.mark.parametrize(("override", "padded"), [(None, False), (OwnTerm, True), (HalfLogps, True)], ids=str)
-def test_tokens_are_padded_for_a_loss_only_where_an_override_reads_them(tmp_path, override, padded):
+def test_tokens_are_padded_for_a_loss_only_where_an_override_reads_them(tmp_path, monkeypatch, override, padded):
+    calls: list[Any] = []
+
     class Seen(GRPOTrainer):
         def _loss_of(self, model: Any, micro_batch: Any) -> torch.Tensor:
-            assert {"prompt_ids", "completion_ids"}.isdisjoint(micro_batch.columns) is not padded
+            assert {"prompt_ids", "completion_ids"}.isdisjoint(micro_batch.padded) is not padded
+            assert all(column.dim() == 1 or column.size(1) == 1 for column in micro_batch.columns.values())
             return super()._loss_of(model, micro_batch)
 
+    for owner, name in ((RolloutBatch, "collate"), (rows, "pad_sequence"), (policy_losses, "pad_sequence")):
+        monkeypatch.setattr(owner, name, noted(calls, getattr(owner, name)))
     build(tmp_path, Seen, override, max_steps=1).train()
+    assert bool(calls) is padded
 
 
 def test_what_is_not_called_is_said(tmp_path, caplog):

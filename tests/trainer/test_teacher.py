@@ -46,7 +46,7 @@ def constant(prompts: list[str], completions: list[str], **columns: Any) -> list
 
 def plain_scores(model: Any, batch: RolloutBatch, row: int, temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities of a completion by a forward of transformers, over the tokens that sampling kept, (T,)."""
-    prompt, completion = list(batch["prompt_ids"])[row], list(batch["completion_ids"])[row]
+    prompt, completion = (list(batch[name])[row].long() for name in ("prompt_ids", "completion_ids"))
     logits_TV = model(input_ids=torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1] / temperature
     if KEPT_COUNTS in batch.columns:
         counts = list(batch[KEPT_COUNTS])[row]
@@ -74,7 +74,7 @@ def test_the_update_is_that_of_plain_transformers_in_float64(tmp_path, settings)
         batches = batches_of(trainer)
         found = change(trainer)
         (batch,) = batches
-        kl, loss, tokens = 0.0, torch.zeros(()).double(), sum(batch.completion_lengths)
+        kl, loss, tokens = 0.0, torch.zeros(()).double(), sum(batch.completions.lengths)
         for row, advantage in enumerate(batch["advantages"].tolist()):
             student_T = plain_scores(policy, batch, row, temperature)
             kl_T = (student_T - plain_scores(plain_teacher, batch, row, temperature)).detach()
@@ -105,7 +105,7 @@ def test_the_column_is_the_teachers_own_and_the_teacher_stays_as_it_is(tmp_path,
     with torch.no_grad():
         for batch in batches:
             for row, found in enumerate(batch[TEACHER_LOGPS]):
-                if batch.completion_lengths[row]:
+                if batch.completions.lengths[row]:
                     expected = plain_scores(teacher(kind), batch, row)
                     assert float((found - expected).abs().max()) < 10 * METRIC
     assert all(torch.equal(value, start[name]) for name, value in trainer.teacher_model.state_dict().items())

@@ -8,13 +8,13 @@ import torch
 
 from grpo_ext.algorithms import losses
 from grpo_ext.algorithms.losses import PPO_CLIPPED, LossConfig, TokenBatch, token_loss
-from tests.support.loss_steps import make
+from tests.support.loss_steps import make, token_batch
 
 FAR = 100.0  # a log-ratio; exp of it is infinite in float32
 BOUNDED = (*PPO_CLIPPED, "sapo", "cispo", "vespo")
 LEFT_OUT = {
     "mask": {"mask": [[1, 0, 1]]},
-    "entropy": {"entropy_keep_BT": [[1.0, 0.0, 1.0]]},
+    "entropy": {"entropy_keep_S": [[1.0, 0.0, 1.0]]},
     "sampling ratio": {"sampling_ratio": [[1.0, 0.0, 1.0]], "correct_sampling": True},
     "off-policy mask": {"off_policy_mask_threshold": -1e3, "kept": []},
     "sequence mask": {"sequence_mask_high": 2.0, "kept": []},
@@ -33,14 +33,15 @@ def far_losses(
 
     Their gradient with respect to the log-probabilities comes second.
     """
-    columns = {n: torch.tensor(more.pop(n), dtype=dtype) for n in ("entropy_keep_BT", "sampling_ratio") if n in more}
+    columns = {n: torch.tensor(more.pop(n), dtype=dtype) for n in ("entropy_keep_S", "sampling_ratio") if n in more}
     mask = torch.tensor(more.pop("mask", [[1, 1, 1]]))
     cfg = LossConfig(loss_type, level, epsilon_high=5.0 if loss_type == "cispo" else 0.2, **more)
     logps = torch.tensor([[-0.5, -1.0, -1.5]], dtype=dtype, requires_grad=True)
     ratios = torch.tensor([[far] * 3 if level == "sequence" else [0.1, far, -0.1]], dtype=dtype)
-    batch = TokenBatch(logps, mask, torch.tensor([advantage], dtype=dtype), logps.detach() - ratios, **columns)
-    loss = token_loss(cfg, batch).loss_BT.expand(1, 3) * mask
-    return loss[0].detach(), torch.autograd.grad(loss.sum(), logps)[0][0]
+    columns["old_logps_S"] = logps.detach() - ratios
+    batch = token_batch(logps, mask, torch.tensor([advantage], dtype=dtype), **columns)
+    loss = token_loss(cfg, batch).loss_S * mask[0]
+    return loss.detach(), torch.autograd.grad(loss.sum(), logps)[0][0]
 
 
 def limit(loss_type: str, advantage: float, delta: float | None) -> tuple[float, float] | None:
@@ -107,9 +108,9 @@ def test_up_to_the_bound_every_bit_stays(monkeypatch, loss_type, option, level):
         batch = TokenBatch(
             **{n: v.float() if v.is_floating_point() else v for n, v in vars(batch).items() if v is not None}
         )
-        batch.logps_BT = batch.logps_BT.detach().requires_grad_()
+        batch.logps_S = batch.logps_S.detach().requires_grad_()
         tokens = token_loss(cfg, batch)
-        return [tokens.loss_BT, tokens.ratio, torch.autograd.grad(tokens.loss_BT.sum(), batch.logps_BT)[0]]
+        return [tokens.loss_S, tokens.ratio, torch.autograd.grad(tokens.loss_S.sum(), batch.logps_S)[0]]
 
     bounded = outcome()
     monkeypatch.setattr(losses, "_bounded", lambda cfg, batch, log_ratio, factors: log_ratio)
@@ -119,5 +120,5 @@ def test_up_to_the_bound_every_bit_stays(monkeypatch, loss_type, option, level):
 def test_a_kl_term_that_grows_with_the_ratio_stays_an_explosion():
     cfg = LossConfig("grpo", beta=0.1, use_bias_correction_kl=True)
     new, old = torch.tensor([[-1.0]]), torch.tensor([[-1.0 - FAR]])
-    batch = TokenBatch(new, torch.ones(1, 1), torch.ones(1), old, ref_logps_BT=new - 0.5)
-    assert token_loss(cfg, batch).loss_BT.item() == math.inf
+    batch = token_batch(new, torch.ones(1, 1), torch.ones(1), old_logps_S=old, ref_logps_S=new - 0.5)
+    assert token_loss(cfg, batch).loss_S.item() == math.inf

@@ -7,6 +7,7 @@ from grpo_ext.algorithms import policy_losses
 from grpo_ext.algorithms.losses import LossConfig, TokenBatch, token_loss
 from grpo_ext.algorithms.policy_losses import adds_at_zero_advantage, check_policy_loss, register_policy_loss
 from grpo_ext.errors import ConfigError
+from tests.support.loss_steps import token_batch
 
 
 @pytest.fixture(autouse=True)
@@ -67,10 +68,30 @@ def test_a_loss_may_write_to_what_it_is_given():
         return -advantages.mul_(2) * logps_BT
 
     register_policy_loss("mine")(careless)
-    batch = TokenBatch(torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2), torch.tensor([0.5]))
+    batch = token_batch(torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2), torch.tensor([0.5]))
     for _ in range(2):
-        assert token_loss(LossConfig(loss_type="mine"), batch).loss_BT.tolist() == [[1.0, 3.0]]
-    assert batch.mask_BT.all()
+        assert token_loss(LossConfig(loss_type="mine"), batch).loss_S.tolist() == [1.0, 3.0]
+    assert batch.mask_S.all()
+
+
+@pytest.mark.parametrize("lengths", [[2, 0, 3], [0, 0]])
+def test_a_loss_gets_padded_rows_whatever_their_lengths(lengths):
+    """Zero, with a mask of zero, after the last token of each; what it returns there is left out."""
+    given = []
+
+    def kept(*values):
+        given.extend(values)
+        return -values[2] * values[0] - 7 * (1 - values[3])
+
+    register_policy_loss("mine")(kept)
+    tokens = torch.arange(1.0, 1 + sum(lengths))
+    batch = TokenBatch(tokens, torch.ones(len(tokens)), torch.ones(len(lengths), 1), torch.tensor(lengths))
+    loss = token_loss(LossConfig(loss_type="mine"), batch).loss_S
+    assert loss.tolist() == (-tokens).tolist()
+    if sum(lengths):
+        columns = [[1.0, 2.0, 0.0], [0.0] * 3, [3.0, 4.0, 5.0]]
+        mask = [[1.0, 1.0, 0.0], [0.0] * 3, [1.0] * 3]
+        assert [value.tolist() for value in given] == [columns, columns, [[1.0]] * 3, mask]
 
 
 def test_a_name_is_needed():
@@ -125,8 +146,8 @@ def test_a_loss_is_read_from_a_file(tmp_path, monkeypatch):
     name = f"{file}:mine"
     monkeypatch.setitem(policy_losses.POLICY_LOSSES, name, (reinforce, False))
     monkeypatch.delitem(policy_losses.POLICY_LOSSES, name)
-    batch = TokenBatch(torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2), torch.tensor([0.5]))
-    assert token_loss(LossConfig(loss_type=name), batch).loss_BT.tolist() == [[1.0, 3.0]]
+    batch = token_batch(torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2), torch.tensor([0.5]))
+    assert token_loss(LossConfig(loss_type=name), batch).loss_S.tolist() == [1.0, 3.0]
     with pytest.raises(ConfigError, match="defines no Callable theirs; it defines mine"):
         LossConfig(loss_type=f"{file}:theirs")
 
@@ -134,14 +155,14 @@ def test_a_loss_is_read_from_a_file(tmp_path, monkeypatch):
 def test_masks_and_the_kl_term_come_on_top():
     register_policy_loss("mine")(reinforce)
     logps = torch.tensor([[-1.0, -2.0], [-0.5, -1.0]], requires_grad=True)
-    batch = TokenBatch(
+    batch = token_batch(
         logps,
         torch.ones(2, 2),
         torch.tensor([2.0, -1.0]),
-        old_logps_BT=logps.detach() - torch.tensor([[0.0], [0.1]]),
-        ref_logps_BT=logps.detach() - 1,
+        old_logps_S=logps.detach() - torch.tensor([[0.0], [0.1]]),
+        ref_logps_S=logps.detach() - 1,
     )
     cfg = LossConfig(loss_type="mine", beta=0.5, sequence_mask_high=1.05, use_bias_correction_kl=False)
     kl = torch.exp(torch.tensor(-1.0)).item()  # exp(-1) + 1 - 1
     expected = torch.tensor([[2.0, 4.0], [0.0, 0.0]]) + 0.5 * kl
-    torch.testing.assert_close(token_loss(cfg, batch).loss_BT.detach(), expected)
+    torch.testing.assert_close(token_loss(cfg, batch).loss_S.detach(), expected.flatten())

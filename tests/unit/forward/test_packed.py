@@ -10,7 +10,7 @@ from grpo_ext.batching.packing import PackLayout
 from grpo_ext.forward import attention
 from grpo_ext.forward.attention import PackRefused, packed_attention
 from grpo_ext.forward.forms import run_rows, why_not_packed
-from grpo_ext.forward.rows import TokenRows, in_columns
+from grpo_ext.forward.rows import TokenRows
 from tests.support import packs
 from tests.support.packs import FLOAT32, MODELS, SHAPES, apart, gradient, model_of, rows_of
 from tests.support.tiny import tiny_model
@@ -105,4 +105,4 @@ def test_rows_go_to_trls_layout_and_back(shape, multiple):
     assert torch.equal(back.ids_N, rows.ids_N)
     assert (back.prompts_B, back.completions_B) == (list(rows.prompts_B), list(rows.completions_B))
     assert back.same_prompt == rows.same_prompt
-    assert torch.equal(in_columns(rows.targets(), rows.places(), len(rows), width), ids[:, -width:])
+    assert torch.equal(rows.in_columns(rows.targets(), width), ids[:, -width:])
