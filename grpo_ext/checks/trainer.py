@@ -195,7 +195,7 @@ def check_trainer(
         )
     models.check_optimizer(view.optimizer, policy, shards_parameters(view.accelerator))
     check_weights(view.optimizer, policy)
-    if view.use_vllm:
+    if not sampler.pads:
         check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
     dependent = models.split_dependence(policy, config.neftune_noise_alpha)
     uncovered = refuse_split_dependence(dependent, config.allow_split_dependent)

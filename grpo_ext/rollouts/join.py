@@ -33,7 +33,7 @@ from ..forward.columns import (
     Rows,
 )
 from ..rewards.worker import RewardCall
-from ..runtime.collectives import gather_lists, gather_nested, gather_on_main, raise_on_all
+from ..runtime.collectives import gather_nested, gather_on_main, raise_on_all
 from .batch import RolloutBatch, Values, column_state, concatenated, saved_column
 from .images import ImageSource
 from .local import LocalRollout, RolloutSettings
@@ -61,7 +61,7 @@ Texts = tuple[Any, Any, Any]
 class Share:
     """What one process sends."""
 
-    columns: dict[str, Values]  # empty on a process without completions
+    columns: dict[str, Any]  # by `column_state`; empty on a process without completions
     entries: list[Entry]
     rewards_BF: torch.Tensor | None
     reward_calls: list[RewardCall]
@@ -100,10 +100,7 @@ def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> tu
             raise local.failure
         share = _share(local, images)
     texts = [(t.prompt, t.completion, (t.images or None) if shows_images else None) for t in local.real_transcripts]
-    others = gather_lists([replace(share, columns={})])
-    parts = gather_nested({name: column_state(column) for name, column in share.columns.items()})
-    columns = ({name: saved_column(state) for name, state in part.items()} for part in parts)
-    return [replace(part, columns=own) for part, own in zip(others, columns, strict=True)], gather_on_main(texts)
+    return [Share(**part) for part in gather_nested(vars(share))], gather_on_main(texts)
 
 
 def join(
@@ -129,7 +126,8 @@ def join(
     entries, group = [entry for share in shares for entry in share.entries], settings.sampling.num_generations
     if len(entries) % group:
         raise RolloutError(f"there are {len(entries)} completions in groups of {group}; every group has to be whole.")
-    batch = RolloutBatch.of_columns(concatenated([share.columns for share in shares if share.columns]), group)
+    columns = [{n: saved_column(state) for n, state in share.columns.items()} for share in shares if share.columns]
+    batch = RolloutBatch.of_columns(concatenated(columns), group)
     rule, weights_F = settings.rewards.rule, settings.rewards.weights_F
     advantages = rule.advantages(rewards_BF, weights_F, group, batch.loss_masks)
     return Round(
@@ -164,7 +162,8 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
         )
         for transcript, out in zip(transcripts, masked, strict=True)
     ]
-    return Share(columns, entries, local.rewards_BF, local.reward_calls, local.first)
+    states = {name: column_state(column) for name, column in columns.items()}
+    return Share(states, entries, local.rewards_BF, local.reward_calls, local.first)
 
 
 def digest_of(ids: Sequence[int], mask: int) -> str:

@@ -137,7 +137,8 @@ class Attempt:
             cause = explanation(forwards.accelerator.unwrap_model(self.model), modules, forwards.args.fp16)
             raise PrecisionError(f"the loss of step {self.number} is {loss}: {cause}.")
         if self.record is not None:
-            self.record.fill_from(self)
+            policy = self.forwards.accelerator.unwrap_model(self.model)
+            self.record.fill(policy, self.forwards, self.rollout, self.plan, self.run, self.run_again)
 
     def run_again(self, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
         """Run the same step, perhaps cut differently, in the same form."""

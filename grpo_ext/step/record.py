@@ -1,12 +1,12 @@
 """What a step computes for each token, layer and completion, where a step is run again (`run.rerun`).
 
-Differs from logged values: nothing is averaged. Filled by `assemble_loss` for each micro-batch, and by `Attempt.end`
+Differs from logged values: nothing is averaged. Filled by `assemble_loss` for each micro-batch, and by `fill`
 once the parameters hold the gradient of the step.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,12 +14,11 @@ from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
 from ..forward.columns import SAMPLER_LOGPS, TEACHER_LOGPS
+from ..forward.runner import ForwardRunner
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import full_tensor, gather_lists
 from .inputs import LossInputs
-
-if TYPE_CHECKING:
-    from .optimizer_step import Attempt
+from .statistics import StepPlan
 
 
 @dataclass
@@ -65,10 +64,17 @@ class StepRecord:
                 of_row = None if part is None else part.tolist()
                 self.tokens.setdefault(row, {}).setdefault(name, of_row)  # the first: the step's own forward
 
-    def fill_from(self, attempt: "Attempt") -> None:
+    def fill(
+        self,
+        policy: Any,
+        forwards: ForwardRunner,
+        rollout: RolloutBatch,
+        plan: StepPlan,
+        run: Callable[[LossInputs], torch.Tensor],  # computes a micro-batch's part of the loss
+        run_again: Callable[[Sequence[MicroBatch], Callable[[LossInputs], Any]], None],  # calls a function of each
+    ) -> None:
         """Record gradients, which the parameters hold, and the completions that add nothing to the step."""
-        forwards, accelerator, self.rollout = attempt.forwards, attempt.forwards.accelerator, attempt.rollout
-        policy, scale = accelerator.unwrap_model(attempt.model), 1.0
+        accelerator, scale, self.rollout = forwards.accelerator, 1.0, rollout
         if accelerator.scaler is not None:  # fp16
             scale = float(accelerator.scaler.get_scale())
         parameters = {name: p for name, p in policy.named_parameters() if p.grad is not None}
@@ -77,16 +83,16 @@ class StepRecord:
             gradient, layer = full_tensor(parameter.grad), layer_of(name)
             squares[layer] = squares.get(layer, 0.0) + _dot(gradient, gradient)
         self.layers = {layer: square**0.5 / scale for layer, square in squares.items()}
-        others = sorted({*range(len(attempt.rollout))} - {*attempt.plan.rows})
+        others = sorted({*range(len(rollout))} - {*plan.rows})
         mine = [] if forwards.sharded else others[forwards.group_number :: forwards.groups]
         further = [MicroBatch((row,)) for row in mine]
 
         def forward(parts: Sequence[MicroBatch]) -> None:
-            with attempt.forwards.without_gradients(policy):
-                attempt.run_again(parts, attempt.run)
+            with forwards.without_gradients(policy):
+                run_again(parts, run)
 
         forward(further)
-        self.forward_again = lambda: forward([*attempt.plan.micro_batches, *further])
+        self.forward_again = lambda: forward([*plan.micro_batches, *further])
         if not self.with_gradients:
             return
         length = sum(squares.values()) ** 0.5
@@ -95,15 +101,15 @@ class StepRecord:
         def backward(micro_batch: LossInputs) -> None:
             for parameter, _ in of_step:
                 parameter.grad = None
-            (attempt.run(micro_batch) * scale).backward()
+            (run(micro_batch) * scale).backward()
             pairs = [(parameter.grad, gradient) for parameter, gradient in of_step if parameter.grad is not None]
             norm = sum(_dot(own, own) for own, _ in pairs) ** 0.5
             cosine = sum(_dot(*pair) for pair in pairs) / (norm * length) if norm and length else 0.0
             self.gradients[micro_batch.part.rows[0]] = {"norm": norm / scale, "cosine": cosine}
 
-        rows = [MicroBatch((row,)) for part in attempt.plan.micro_batches if part.weight for row in part.rows]
+        rows = [MicroBatch((row,)) for part in plan.micro_batches if part.weight for row in part.rows]
         try:
-            attempt.run_again(rows, backward)
+            run_again(rows, backward)
         finally:
             for parameter, gradient in of_step:
                 parameter.grad = gradient
