@@ -13,6 +13,8 @@ TRAIN_STREAM, EVAL_STREAM, ORDER_STREAM, FURTHER_STREAM, DROPOUT_STREAM = 1, 2, 
 _MASK64 = (1 << 64) - 1
 _BLOCK = 128  # tokens; a divisor of most large vocabularies
 GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+# 32-bit mixing, "lowbias32" of C. Wellons, github.com/skeeto/hash-prospector; written as int32
+CHANNEL, FIRST, SECOND = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def signed(x: int) -> int:

@@ -16,15 +16,12 @@ from accelerate.logging import get_logger
 from torch import nn
 
 from ..algorithms.digests import digest
-from ..algorithms.keyed_random import signed
+from ..algorithms.keyed_random import CHANNEL, FIRST, SECOND, signed
 from ..errors import refuse_split_dependence
 from ..runtime.attributes import replace_forward, temporarily_set
 from .carried import Carried, carried_now
 
 logger = get_logger(__name__)
-
-# 32-bit mixing, "lowbias32" of C. Wellons, github.com/skeeto/hash-prospector; written as int32
-CHANNEL, FIRST, SECOND = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
 
 
 def is_keyed(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dropout import CHANNEL, FIRST, SECOND
+from ..algorithms.keyed_random import CHANNEL, FIRST, SECOND
 
 _BLOCK = 1024
 _CHANNEL, _FIRST, _SECOND = tl.constexpr(CHANNEL % 2**32), tl.constexpr(FIRST), tl.constexpr(SECOND % 2**32)

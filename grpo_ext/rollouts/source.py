@@ -144,7 +144,7 @@ class Rollouts:
     def send_weights(self) -> None:
         """Send the current weights to vLLM, by TRL's rule once for each step that samples; a collective."""
         view = self.view
-        if not view.use_vllm:
+        if view.vllm_generation is None:
             return
         with not_of_users():
             if self.ahead is not None:  # the server may still sample with other weights

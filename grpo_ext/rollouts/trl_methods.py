@@ -100,10 +100,10 @@ class TrlMethods:
     def turn(self, prompt_ids: Sequence[Sequence[int]], images: Any, fields: Any) -> tuple[Any, Any] | None:
         """`_generate_single_turn`: new tokens after any tokens, and their log-probabilities.
 
-        None, so that TRL's method answers, without rows in `fields` and with continuous batching.
+        None, so that TRL's method answers, without rows in `fields`.
         """
         turn: TurnRows | None = (fields or {}).get(ROW)
-        if turn is None or self.view.use_transformers_continuous_batching:
+        if turn is None:
             return None
         chunk, repeat, rows = turn.chunk, next(turn.calls), []
         for place, ids in enumerate(prompt_ids):

@@ -3,7 +3,7 @@
 import ast
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -149,6 +149,35 @@ def test_imports_go_one_way():
 
 def test_pure_packages_import_torch_and_the_standard_library_alone():
     assert files_that_break(impurities, [path for path in FILES if layer_of(path) in PURE]) == {}
+
+
+def circles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Files that import one another, in circles; imports for a type checker alone count too."""
+    modules = {path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): path for path in sources}
+    graph: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        named = [name for _, name in imported_modules(path, source)]
+        targets = {name if name in modules else name.rpartition(".")[0] for name in named} & modules.keys()
+        graph[path] = {modules[name] for name in targets} - {path}
+
+    def reached(start: str) -> set[str]:
+        seen, left = set[str](), [*graph[start]]
+        while left:
+            if (path := left.pop()) not in seen:
+                seen.add(path)
+                left += graph[path]
+        return seen
+
+    around = {path: others for path in graph if path in (others := reached(path))}
+    return [sorted(p for p in others if p in around and path in around[p]) for path, others in around.items()]
+
+
+def test_no_files_import_one_another():
+    sources = {path: (ROOT / path).read_text() for path in FILES if path != "grpo_ext/__init__.py"}
+    assert circles(sources) == []
+    path = "grpo_ext/rollouts/join.py"
+    planted = sources[path] + "\nif TYPE_CHECKING:\n    from .source import Rollouts\n"
+    assert any(path in circle for circle in circles({**sources, path: planted}))
 
 
 @pytest.mark.parametrize(
