@@ -7,13 +7,14 @@ computed from the shares of all.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..algorithms.digests import digest
+from ..algorithms.losses import RatioRule
 from ..batching.prompt_order import RolloutRequest
 from ..errors import RolloutError
 from ..forward.columns import (
@@ -127,7 +128,7 @@ def join(
     if len(entries) % group:
         raise RolloutError(f"there are {len(entries)} completions in groups of {group}; every group has to be whole.")
     columns = [{n: saved_column(state) for n, state in share.columns.items()} for share in shares if share.columns]
-    batch = RolloutBatch.of_columns(concatenated(columns), group)
+    batch = RolloutBatch.of_columns(with_ratios(concatenated(columns), settings.logprobs.ratios), group)
     rule, weights_F = settings.rewards.rule, settings.rewards.weights_F
     advantages = rule.advantages(rewards_BF, weights_F, group, batch.loss_masks)
     return Round(
@@ -196,11 +197,17 @@ def token_columns(
     for name, logps in local.logps.items():
         # none of the tokens of a completion that is masked out
         columns[name] = rows(name, [row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])
-    if (rule := local.settings.logprobs.ratios) is not None and OLD_LOGPS in columns and SAMPLING_LOGPS in columns:
-        masks = columns.get(TOOL_MASK, [torch.ones(n) for n in lengths])
-        ratios = [rule.ratios(*row) for row in zip(columns[OLD_LOGPS], columns[SAMPLING_LOGPS], masks, strict=True)]
-        columns[RATIO] = torch.stack(ratios) if rule.of_sequences else Rows.of(ratios)
     return columns
+
+
+def with_ratios(columns: Mapping[str, Any], rule: RatioRule | None) -> Mapping[str, Any]:
+    """The columns, with the ratios of the policy to the engine where a rule asks for them."""
+    if rule is None or OLD_LOGPS not in columns or SAMPLING_LOGPS not in columns:
+        return columns
+    old = columns[OLD_LOGPS]
+    masks = columns.get(TOOL_MASK, replace(old, values=torch.ones_like(old.values)))
+    ratios = [rule.ratios(*row) for row in zip(old, columns[SAMPLING_LOGPS], masks, strict=True)]
+    return {**columns, RATIO: torch.stack(ratios) if rule.of_sequences else Rows.of(ratios)}
 
 
 def _recorded(local: LocalRollout, transcripts: Sequence[Transcript], lengths: Sequence[int]) -> dict[str, Rows]:

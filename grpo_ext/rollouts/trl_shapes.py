@@ -13,7 +13,7 @@ from ..forward.columns import ADVANTAGES, COMPLETION_MASK, TOOL_MASK
 from ..sampling.engine import EngineSettings
 from .batch import RolloutBatch, Values
 from .images import ImageSource
-from .join import Round, token_columns
+from .join import Round, token_columns, with_ratios
 from .local import LocalRollout
 
 
@@ -23,7 +23,8 @@ def trl_dictionary(local: LocalRollout, joined: Round, source: ImageSource, sett
     advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
     columns: dict[str, Values] = {ADVANTAGES: advantages if len(advantages) else torch.zeros(len(transcripts))}
     columns.update(token_columns(local, transcripts, with_masked=True))
-    batch = RolloutBatch.of_columns(columns, local.request.num_generations)
+    whole = with_ratios(columns, local.settings.logprobs.ratios)
+    batch = RolloutBatch.of_columns(whole, local.request.num_generations)
     dictionary = batch.collate(settings.pad, settings.multiple)
     masked = torch.tensor(local.settings.sampling.masked(transcripts))
     dictionary[COMPLETION_MASK][masked] = 0

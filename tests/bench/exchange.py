@@ -1,9 +1,9 @@
 """What a rollout batch takes between processes: seconds, memory and bytes of join, selection and collation.
 
-    torchrun --standalone --nproc_per_node 2 -m tests.bench.exchange [completions] [tokens]
+    torchrun --standalone --nproc_per_node 2 -m tests.bench.exchange [completions] [tokens] [kept ids of a token]
 
-Completions (256 of 2,048 tokens, 8 for each prompt) are given, with log-probabilities, and no forward runs. Prints the
-medians of ROUNDS rollout batches after a first one, on the main process.
+Completions (256 of 2,048 tokens, 8 for each prompt, without replay) are given, with log-probabilities, and no forward
+runs. Prints the medians of ROUNDS rollout batches after a first one, on the main process.
 """
 
 import json
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
+from grpo_ext.forward.columns import KEPT_COUNTS, KEPT_IDS, SAMPLER_LOGPS
 from grpo_ext.forward.runner import ForwardRunner
 from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.step import optimizer_step
@@ -93,7 +94,13 @@ def scored(self: Any, model: Any, rows: Any, *args: Any) -> tuple[torch.Tensor, 
     return torch.rand(sum(rows.completions_B)), None
 
 
-def main(completions: int = 256, tokens: int = 2048) -> None:
+def recorded(tokens: int, kept: int) -> dict[str, torch.Tensor]:
+    """Columns of a completion whose tokens were sampled from so many ids each."""
+    counts, ids = torch.full((tokens,), kept, dtype=torch.int32), torch.arange(5, 5 + kept, dtype=torch.int32)
+    return {SAMPLER_LOGPS: torch.zeros(tokens), KEPT_COUNTS: counts, KEPT_IDS: ids.repeat(tokens)}
+
+
+def main(completions: int = 256, tokens: int = 2048, kept: int = 0) -> None:
     PartialState()
     watch, generator = Watch(), torch.Generator().manual_seed(0)
     for name in ("all_gather", "all_gather_into_tensor", "gather"):
@@ -101,6 +108,7 @@ def main(completions: int = 256, tokens: int = 2048) -> None:
     settings = {"global_batch_size": completions, "num_generations": 8, "per_device_train_batch_size": 8}
     settings |= {"max_steps": ROUNDS + 1, "num_iterations": 1, "rollout_lag": 0, "max_completion_length": tokens}
     settings |= {"beta": 0.1, "learning_rate": 1e-9, "save_strategy": "no", "trail": False}
+    settings |= {"sampling_mask": "replay", "top_k": kept} if kept else {}
     with tempfile.TemporaryDirectory() as folder:
         settings["train_dataset"] = prompts(completions // 8 * (ROUNDS + 1))
         trainer = make(
@@ -110,7 +118,7 @@ def main(completions: int = 256, tokens: int = 2048) -> None:
             **settings,
         )
         rows = torch.randint(5, 24, (completions, tokens), generator=generator).tolist()
-        give_completions(trainer, rows)
+        give_completions(trainer, rows, recorded(tokens, kept) if kept else {})
         ForwardRunner.rollout_log_probs = scored  # type: ignore[method-assign,assignment]
         trainer._loss_of = lambda model, micro_batch: micro_batch.add_loss(
             0.0 * sum(p.sum() for p in model.parameters())

@@ -1,6 +1,6 @@
 """A trainer's rollouts under a test's hand: completions that are given, and forwards that count as collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,11 @@ def sampled_chunk(
         return [row.ids for row in sample_chunk(model, rows, config, settings, compact=compact)]
 
 
-def give_completions(trainer: Any, rows: Sequence[list[int]]) -> None:
-    """Let every rollout batch have these completions, by the place of the transcript."""
+def give_completions(trainer: Any, rows: Sequence[list[int]], columns: Mapping[str, Any] = {}) -> None:
+    """Let every rollout batch have these completions, by the place of the transcript, with columns of each."""
 
     def generate(transcripts: Sequence[Any], config: Any, sizes: Any) -> list[Any]:
-        return [Turn(list(rows[transcript.place])) for transcript in transcripts]
+        return [Turn(list(rows[transcript.place]), columns) for transcript in transcripts]
 
     trainer._rollouts.worker.engine.generate = generate
 

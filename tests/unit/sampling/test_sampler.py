@@ -43,7 +43,7 @@ class OwnTurns(GRPOTrainer):
             {"other": "rollout_func", "by_user": "rollout_func", "whole": True, "returns": {"masks"}, "unmasked": ()},
         ),
     ],
-    ids=str,
+    ids=["plain", "filtered", "other_scores", "not_keyed", "own_turns", "own_rollouts"],
 )
 def test_what_a_sampler_can_do_is_an_attribute_of_it(tmp_path, changes, expected):
     sampler = make(tmp_path, **changes)._rollouts.sampler
