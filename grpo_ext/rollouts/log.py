@@ -42,7 +42,7 @@ class RolloutLog:
                 self._warn_of_truncation(value, sampling)
         for name, value in further.items():
             metrics[name].append(value)
-        for part in rounds if self.view.accelerator.is_main_process else ():
+        for part in rounds:
             _add_to_table(part, settings.rewards.functions.names, self.view.logs)
 
     def _warn_of_truncation(self, kept_mass: float, sampling: SamplingSettings) -> None:
@@ -118,7 +118,9 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
 
 
 def _add_to_table(part: Round, names: Sequence[str], table: dict[str, Any]) -> None:
-    prompts, completions, images = zip(*part.texts, strict=True) if part.texts else ((), (), ())
+    # the main process writes the table; the others have no texts
+    texts = part.texts or [(None, None, None)] * len(part)
+    prompts, completions, images = ([row[number] for row in texts] for number in range(3))
     table["prompt"].extend(prompts)
     table["completion"].extend(completions)
     for name, rewards_B in zip(names, part.rewards_BF.unbind(1), strict=True):

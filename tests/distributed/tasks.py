@@ -27,7 +27,7 @@ from grpo_ext.errors import PrecisionError
 from grpo_ext.forward import forms
 from grpo_ext.forward.attention import PackRefused
 from grpo_ext.run.rerun import STEP
-from grpo_ext.runtime.collectives import ragged_gather
+from grpo_ext.runtime.collectives import gather_nested, gather_on_main, ragged_gather
 from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
 from tests.support.launch import leave
 from tests.support.own_generate import Sampler
@@ -187,7 +187,28 @@ def gathered(folder: Path) -> dict[str, Any]:
     """Of no rows on the first process, and three on the second; and what rewards get of rows with keys of their own."""
     PartialState(cpu=True)
     columns = {base.__name__: row_columns(folder / base.__name__, base) for base in (GRPOTrainer, Rewards)}
-    return {"rows": ragged_gather(torch.arange(3.0 * RANK)).tolist(), "columns": columns}
+    return {
+        "rows": ragged_gather(torch.arange(3.0 * RANK)).tolist(),
+        "columns": columns,
+        "nested": gather_nested(nested(RANK)),
+        "on main": gather_on_main([RANK] * (RANK + 1)),
+        "table": table_of(folder / "table"),
+    }
+
+
+def nested(rank: int) -> dict[str, Any]:
+    """Values of a process; on the first one a tensor is empty."""
+    numbers = torch.arange(rank * 5, dtype=torch.int32)
+    cube = torch.full((2, 3, 4), 1 / (rank + 3), dtype=torch.float64)
+    return {"ids": numbers, "parts": [{"flags": torch.tensor([True, False] * rank)}, f"text {rank}"], "cube": cube}
+
+
+def table_of(folder: Path) -> list[int]:
+    """How many entries of TRL's table this process has after two steps, with and without their texts."""
+    trainer = trainer_of(folder, max_steps=2)
+    trainer.train()
+    texts = [text for name in ("prompt", "completion") for text in trainer._logs[name] if text is not None]
+    return [len(trainer._logs["advantages"]), len(trainer._logs["prompt"]), len(texts)]
 
 
 class Rewards(GRPOTrainer):

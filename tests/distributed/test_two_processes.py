@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_ext import GRPOTrainer
 from tests.distributed import tasks
@@ -59,6 +60,20 @@ def test_the_reference_has_the_weights_of_the_first_process(four_groups):
 
 def test_a_process_without_rows_adds_none_to_what_is_gathered(both):
     assert [process["rows"] for process in both["gathered"]] == [[0.0, 1.0, 2.0]] * 2
+
+
+def test_nested_values_arrive_on_every_process_and_texts_on_the_main_one(both):
+    for process in both["gathered"]:
+        assert len(process["nested"]) == 2
+        for rank, found in enumerate(process["nested"]):
+            sent = tasks.nested(rank)
+            for one, other in ((found["ids"], sent["ids"]), (found["cube"], sent["cube"])):
+                assert (one.dtype, one.shape) == (other.dtype, other.shape)
+                assert torch.equal(one, other)
+            assert torch.equal(found["parts"][0]["flags"], sent["parts"][0]["flags"])
+            assert found["parts"][1] == f"text {rank}"
+    assert [process["on main"] for process in both["gathered"]] == [[0, 1, 1], []]
+    assert [process["table"] for process in both["gathered"]] == [[16, 16, 32], [16, 16, 0]]
 
 
 def test_rows_with_keys_of_their_own_give_reward_functions_the_same_on_two_processes(both, tmp_path):
