@@ -81,8 +81,8 @@ def check_replay(view: TrainerView, sampler: Sampler) -> None:
         facts: dict[str, Any] = {
             "own_sampling": view.overridden(SCORE, "_generate_single_turn"),
             "own_log_probs": view.overridden(LOGPS),
-            "foreign": None if "masks" in sampler.returns else sampler.not_keyed,
-            "outside_masks": "; ".join(sampler.unmasked),
+            "foreign": None if "masks" in sampler.returns else sampler.other,
+            "outside_masks": "" if sampler.config is None else "; ".join(sampler.changed),
         }
         remedy = "Leave one of the two out; sampling without top_p, top_k and min_p needs no masks."
         refuse_excluded("sampling_mask", "sampling_mask='replay'", facts, remedy)

@@ -239,7 +239,7 @@ def _check_sequence_parallel(view: TrainerView, rollouts: Rollouts, size: int) -
 def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
     facts = {
         "reward_models": ", ".join(type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)),
-        "vllm_engine": not rollouts.worker.engine.same_bits(),
+        "vllm_engine": not rollouts.worker.engine.has_same_bits(),
         "other_sampling": rollouts.sampler.other,
     }
     facts |= unfit_kernels(view.accelerator.device, "linear_attention" in layer_kinds(view.model.config))

@@ -122,8 +122,7 @@ class Rows:
     @classmethod
     def saved(cls, state: Mapping[str, Any]) -> Rows:
         once = cls(state["values"], state["lengths"])
-        rows = state.get("rows", once.lengths)  # checkpoints of earlier versions have all
-        return once if len(rows) == len(once) else once.select(rows)
+        return once if len(state["rows"]) == len(once) else once.select(state["rows"])
 
 
 # ---- Of the tokens of one completion --------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ class RolloutsAhead:
     ) -> tuple[LocalRollout, dict[str, float]]:
         worker, snapshot = self.worker, self.snapshot
         snapshot.put_in_place(weights)
-        if settings.sampling.hooks.rewards:  # the main thread reads these environments while the thread resets others
+        if settings.sampling.own_rewards:  # the main thread reads these environments while the thread resets others
             self._pools.clear()
         local = worker.sample(rows, settings)
         return local, worker.clock.pop_seconds() | {"wait_train": idle}

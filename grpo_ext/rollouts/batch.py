@@ -263,6 +263,11 @@ def gather_scored(scored: Mapping[str, Any], num_rows: int, num_generations: int
     shares: list[tuple[int, dict[str, Any]]] = gather_lists([(num_rows, entries)])
     shares = [share for share in shares if share[0]]
     for rows, share in shares:
+        if taken := sorted(name for name in share if not COLUMNS.get(name, _OWN).trl):
+            raise RolloutError(
+                f"_generate_and_score_completions returned {', '.join(taken)}, a name that the trainer uses itself; "
+                "give your field another."
+            )
         if missing := [name for name in _REQUIRED if share.get(name) is None]:
             raise RolloutError(
                 f"_generate_and_score_completions returned no {', '.join(missing)}; the loss needs them."
@@ -329,17 +334,18 @@ def column_state(column: Values) -> Any:
     """A column for a checkpoint or another process, in which equal neighbours are there once."""
     if _are_files(column):
         files = Rows.of([torch.from_numpy(np.frombuffer(bytearray(file), np.uint8)) for file in column])
-        return files.state()  # no other column has this type
+        return {"files": files.state()}
     return column.state() if isinstance(column, Rows) else column
 
 
 def saved_column(state: Any) -> Values:
     if not isinstance(state, dict):
         return state
-    if state["values"].dtype != torch.uint8:
+    if "files" not in state:
         return Rows.saved(state)
-    once = [part.numpy().tobytes() for part in Rows(state["values"], state["lengths"])]
-    return [once[number] for number in state["rows"]]
+    files = state["files"]  # rows share them
+    once = [part.numpy().tobytes() for part in Rows(files["values"], files["lengths"])]
+    return [once[number] for number in files["rows"]]
 
 
 def _are_files(column: Any) -> bool:

@@ -8,7 +8,7 @@ computed from the shares of all.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,14 +86,6 @@ class Round:
         return len(self.entries)
 
 
-@dataclass
-class Scoring:
-    """A user's `_generate_and_score_completions` while it runs: what it was asked for, and what TRL's method made."""
-
-    request: RolloutRequest
-    rounds: list[Round] = field(default_factory=list)
-
-
 def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> tuple[list[Share], list[Texts]]:
     """The shares of all processes, and on the main one the texts of all; a collective. Where one failed, all raise."""
     with raise_on_all("the exchange of a rollout batch"):
@@ -149,6 +141,8 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
     masked = local.settings.sampling.masked(transcripts)
     if transcripts:
         columns.update(token_columns(local, transcripts))
+        if local.settings.sampling.replay.experts and EXPERTS not in columns:
+            raise RolloutError("routing_replay=True: some completions came without experts.")
         if (packed := images.packed(transcripts, masked)) is not None:
             columns[ROW_IMAGES] = packed
     entries = [
@@ -194,9 +188,6 @@ def token_columns(
     if local.has_mask:
         columns[TOOL_MASK] = rows(TOOL_MASK, [t.mask for t in transcripts])
     columns |= _recorded(local, transcripts, lengths)
-    for name, logps in local.logps.items():
-        # none of the tokens of a completion that is masked out
-        columns[name] = rows(name, [row if len(row) else row.new_zeros(n) for row, n in zip(logps, lengths)])
     return columns
 
 
@@ -211,7 +202,7 @@ def with_ratios(columns: Mapping[str, Any], rule: RatioRule | None) -> Mapping[s
 
 
 def _recorded(local: LocalRollout, transcripts: Sequence[Transcript], lengths: Sequence[int]) -> dict[str, Rows]:
-    """What was recorded of all transcripts while they were sampled, of so many tokens each."""
+    """What is known of so many tokens of all transcripts."""
     replay, columns = local.settings.sampling.replay, dict[str, Rows]()
     parts = [transcript.first(n) for transcript, n in zip(transcripts, lengths, strict=True)]
     wanted = {KEPT_COUNTS: replay.masks, KEPT_IDS: replay.masks, EXPERTS: replay.experts}
@@ -220,8 +211,6 @@ def _recorded(local: LocalRollout, transcripts: Sequence[Transcript], lengths: S
             columns[name] = Rows.of([part[name] for part in parts])
     if replay.masks and KEPT_COUNTS not in columns and not local.request.stands_in:
         raise RolloutError("sampling_mask='replay': some completions came without the tokens that were kept.")
-    if replay.experts and EXPERTS not in columns:
-        raise RolloutError("routing_replay=True: some completions came without experts.")
     return columns
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,20 +20,9 @@ from ..config import Replay
 from ..rewards.runner import RewardFunctions
 from ..rewards.worker import RewardCall
 from ..sampling.sampler import Sampler
-from ..sampling.turn import Turn
 from .chat import Chat
 from .tools import Toolbox, TurnLimits
 from .transcript import Transcript
-
-
-@dataclass(frozen=True)
-class Hooks:
-    """The user's overrides of what follows sampling; None: TRL's method."""
-
-    # `_calculate_rewards`, called between `exchange` and `join` instead of the worker's reward functions
-    rewards: Callable[..., torch.Tensor] | None = None
-    # `_generate_and_score_completions`: from this process's rows to TRL's padded dictionary
-    score: Callable[..., dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,17 +37,20 @@ class SamplingSettings:
     limits: TurnLimits
     masks_truncated: bool  # `mask_truncated_completions`
     replay: Replay
-    hooks: Hooks
+    # the user's `_calculate_rewards`, called between `exchange` and `join` instead of the worker's reward functions
+    own_rewards: Callable[..., torch.Tensor] | None
+    # the user's `_generate_and_score_completions`: from this process's rows to TRL's padded dictionary
+    own_scoring: Callable[..., dict[str, Any]] | None
 
     @property
     def by_user(self) -> bool:
         """Whether completions, or their log-probabilities, may be the user's own."""
-        return self.sampler.by_user is not None or self.hooks.score is not None
+        return self.sampler.by_user is not None or self.own_scoring is not None
 
     @property
     def need_all_processes(self) -> bool:
         """Whether a process without prompts has to take part, because the user's code may hold collectives."""
-        return self.by_user or self.hooks.rewards is not None
+        return self.by_user or self.own_rewards is not None
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
         return [self.masks_truncated and not transcript.ended for transcript in transcripts]
@@ -66,7 +58,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class LogprobSettings:
-    # keys of `batch.MODEL_LOGPS`; "policy" for training (`trained_on`), to check vLLM's, or to record experts
+    # keys of `forward.columns.MODEL_LOGPS`; "policy" for training (`trained_on`), to check vLLM's, or to record experts
     scored_by: tuple[str, ...]
     trained_on: bool  # the policy's are columns of the rollout batch
     record_experts: bool  # by the policy's forward, because the sampler does not
@@ -105,20 +97,13 @@ class LocalRollout:
     # one for each row; those of a process without prompts are stand-ins that reach no result
     transcripts: list[Transcript] = field(default_factory=list)
     has_mask: bool = False  # completions may contain tokens of tools or of an environment
-    # of each transcript's tokens, (T,), by the column of the rollout batch; those that the run needs
-    logps: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     # NaN where a function does not apply; None where the user's `_calculate_rewards` makes them
     rewards_BF: torch.Tensor | None = None
     reward_calls: list[RewardCall] = field(default_factory=list)
     failure: Exception | None = None  # that ended the local phase
-    # whether a row ended, by its ids, for rows that a user's override got from TRL's method
+    # whether a row ended, by its ids, for rows that a `rollout_func` got from the trainer's `generate`
     known_ends: dict[tuple[int, ...], bool] = field(default_factory=dict)
-    generate_calls: Iterator[int] = field(
-        default_factory=itertools.count
-    )  # numbers the calls of the trainer's `generate`
-
-    def remember_ends(self, rows: Iterable[Transcript | Turn]) -> None:
-        self.known_ends |= {tuple(row.ids): row.ended for row in rows if row.ended is not None}
+    generate_calls: Iterator[int] = field(default_factory=itertools.count)  # numbers the calls of `generate`
 
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether a row has ended, where a user's function or a server returned only its ids."""

@@ -17,7 +17,7 @@ from ..sampling.sampler import Sampler
 from ..value_checks import check_advantage_k
 from ..view import TrainerView
 from .chat import Chat
-from .local import Hooks, LogprobSettings, RewardSettings, RolloutSettings, SamplingSettings
+from .local import LogprobSettings, RewardSettings, RolloutSettings, SamplingSettings
 from .tools import Environments, Toolbox, TurnLimits
 from .worker import RolloutWorker
 
@@ -63,7 +63,8 @@ def _sampling(view: TrainerView, worker: RolloutWorker, sampler: Sampler) -> Sam
         limits=_turn_limits(view, sampler.context),
         masks_truncated=view.mask_truncated_completions,
         replay=view.args.replay,
-        hooks=Hooks(rewards=view.override_of("_calculate_rewards"), score=view.override_of(SCORE)),
+        own_rewards=view.override_of("_calculate_rewards"),
+        own_scoring=view.override_of(SCORE),
     )
 
 
@@ -132,10 +133,9 @@ def _placeholders(view: TrainerView) -> list[str]:
     return [token for token in tokens if token is not None]  # of ids beyond the vocabulary
 
 
-def _turn_limits(view: TrainerView, context: int) -> TurnLimits:
+def _turn_limits(view: TrainerView, context: int | None) -> TurnLimits:
     config = view.model.config.text_config if view.takes_images else view.model.config
-    if context == sys.maxsize:
-        context = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    context = context or getattr(config, "max_position_embeddings", None) or sys.maxsize
     return TurnLimits(
         max_completion_length=view.max_completion_length or sys.maxsize,
         context=context,

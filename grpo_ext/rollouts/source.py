@@ -41,7 +41,7 @@ from ..view import TrainerView
 from .ahead import Job, RolloutsAhead
 from .batch import RolloutBatch, batch_state, saved_batch
 from .images import ImageSource
-from .join import Round, Scoring, exchange, join
+from .join import Round, exchange, join
 from .local import LocalRollout, RolloutSettings
 from .log import RolloutLog
 from .rounds import ScoredBatch, fill_groups, round_by_user
@@ -79,8 +79,9 @@ class Rollouts:
     note: Callable[[int, int, ScoredBatch], None]
     build_ahead: Callable[[Rollouts], RolloutsAhead]
     current: CurrentBatch | None = field(default=None, init=False)
-    # what a user's `_generate_and_score_completions`, or `_calculate_rewards`, is called for while it runs
-    scoring: Scoring | None = field(default=None, init=False)
+    # what a user's `_generate_and_score_completions` is called for while it runs, and what TRL's method has made for
+    # it; then what a `_calculate_rewards` is called for
+    scoring: tuple[RolloutRequest, list[Round]] | None = field(default=None, init=False)
     rewarding: LocalRollout | None = field(default=None, init=False)
     ahead: RolloutsAhead | None = field(default=None, init=False)  # None without `rollout_lag`, and outside of training
     # rollout batches that a checkpoint names: their first steps, and the weights that sample them
@@ -198,7 +199,7 @@ class Rollouts:
         else:
             part = make_round(rows)
             made = ScoredBatch(part.batch, part.rewards_BF if part.entries else None, settings.rewards, [part])
-        if fills or settings.sampling.hooks.score is None:  # else TRL's method has logged what it made
+        if fills or settings.sampling.own_scoring is None:  # else TRL's method has logged what it made
             self.log.add(made.rounds, settings, made.metrics)
         self._has_made_one = True
         if made.rewards_BF is not None and torch.isnan(made.rewards_BF).all() and not taught:
@@ -210,12 +211,12 @@ class Rollouts:
         return made
 
     def _round(self, rows: StepRows, *, settings: RolloutSettings, job: Job | None) -> Round:
-        if (score := settings.sampling.hooks.score) is not None:
+        if (score := settings.sampling.own_scoring) is not None:
             scoring = raise_on_all("scoring", self.worker.forwards.collective_forward)
-            asked = Scoring(rows.request)
+            asked: tuple[RolloutRequest, list[Round]] = rows.request, []
             with temporarily_set(self, scoring=asked), scoring, self._for_users(rows.request):
                 scored = score(list(rows.rows))
-            return round_by_user(scored, rows, asked.rounds, settings, self.view.args, self.images)
+            return round_by_user(scored, rows, asked[1], settings, self.view.args, self.images)
         if job is not None:
             assert self.ahead is not None
             local = self.ahead.part_of(job, rows)
@@ -245,10 +246,10 @@ class Rollouts:
             return LocalRollout(rows.request, settings, failure=error)
 
     def join(self, local: LocalRollout) -> Round:
-        hooks, view = local.settings.sampling.hooks, self.view
+        calculate, view = local.settings.sampling.own_rewards, self.view
         shares, texts = exchange(local, self.images, view.takes_images and view.log_multimodal)
         count = sum(len(share.entries) for share in shares)
-        rewards = None if hooks.rewards is None else self._rewards_by_user(local, hooks.rewards, count)
+        rewards = None if calculate is None else self._rewards_by_user(local, calculate, count)
         joined = join(local.request, shares, texts, local.settings, view.accelerator.process_index, rewards)
         if self.check is not None and not local.settings.sampling.by_user:
             columns: Mapping[str, Any] = joined.batch.columns

@@ -10,21 +10,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 
 from ..algorithms.keyed_random import mix
 from ..batching.prompt_order import RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..errors import ConfigError
-from ..forward.columns import KEPT_COUNTS, KEPT_IDS
+from ..forward.columns import ADVANTAGES, COMPLETION_MASK, KEPT_COUNTS, KEPT_IDS, TOOL_MASK
 from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
 from ..sampling.by_user import ROW, TurnRows
+from ..sampling.engine import EngineSettings
 from ..sampling.keyed import FIRST_ADDED, request_keys
 from ..sampling.turn import Turn
+from .batch import RolloutBatch, Values
+from .images import ImageSource
+from .join import Round, token_columns, with_ratios
 from .local import LocalRollout
 from .source import Rollouts
 from .transcript import Transcript
-from .trl_shapes import trl_dictionary
 
 
 @dataclass
@@ -39,15 +43,15 @@ class TrlMethods:
         """`_generate_and_score_completions`: TRL's padded dictionary of any rows of this process."""
         rollouts, settings = self.rollouts, self.rollouts.settings_now()
         sampling, scoring = settings.sampling, self.rollouts.scoring
-        rows, rounds, columns = list(inputs), [] if scoring is None else scoring.rounds, _columns_of(inputs)
-        request = self._own_request(len(rows), sampling.num_generations) if scoring is None else scoring.request
+        rows, columns = list(inputs), _columns_of(inputs)
+        request, rounds = scoring or (self._own_request(len(rows), sampling.num_generations), [])
         rollouts.send_weights()
         step_rows = StepRows(rows, replace(request, columns=columns))
         local = rollouts.sample(step_rows, settings, repeat=len(rounds))
         rounds.append(rollouts.join(local))
         if scoring is None or not (self.view.args.dynamic_sampling and sampling.training):
             rollouts.log.add(rounds[-1:], settings, {})
-        return trl_dictionary(local, rounds[-1], self.worker.images, self.worker.settings)
+        return _dictionary(local, rounds[-1], self.worker.images, self.worker.settings)
 
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         """`_calculate_rewards` of this process's rows: (B, F) of all processes, in global order."""
@@ -86,7 +90,7 @@ class TrlMethods:
             transcripts[-1].set_prompt(prompt)
         self.worker.tokenize(transcripts, sampling)
         sampled = self.worker.generate(local, transcripts, sampling.sampler.turns)
-        local.remember_ends(sampled)
+        local.known_ends |= {tuple(turn.ids): bool(turn.ended) for turn in sampled}
         logps = [turn.logps for turn in sampled]
         kept_ids = {"kept_ids": [_kept_ids(turn) for turn in sampled]} if sampling.replay.masks else {}
         return {
@@ -145,3 +149,24 @@ def _kept_ids(turn: Turn) -> list[list[int]]:
             "kept_ids has no place for, or the model samples in a way of its own; leave them out, or sampling_mask."
         )
     return [ids.tolist() for ids in turn.columns[KEPT_IDS].split(counts_T.tolist())]
+
+
+def _dictionary(local: LocalRollout, joined: Round, source: ImageSource, settings: EngineSettings) -> dict[str, Any]:
+    """TRL's padded dictionary of this process's rows; its stand-ins have advantages of zero."""
+    transcripts = local.transcripts
+    advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
+    columns: dict[str, Values] = {ADVANTAGES: advantages if len(advantages) else torch.zeros(len(transcripts))}
+    columns.update(token_columns(local, transcripts, with_masked=True))
+    whole = with_ratios(columns, local.settings.logprobs.ratios)
+    batch = RolloutBatch.of_columns(whole, local.request.num_generations)
+    dictionary = batch.collate(settings.pad, settings.multiple)
+    masked = torch.tensor(local.settings.sampling.masked(transcripts))
+    dictionary[COMPLETION_MASK][masked] = 0
+    if TOOL_MASK in dictionary:  # as in TRL, on the padding too
+        dictionary[TOOL_MASK][masked] = 0
+    dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()
+    dictionary = send_to_device(dictionary, settings.device)
+    if (images := source.of_transcripts(transcripts)) is not None:
+        ids = torch.cat([dictionary["prompt_ids"], dictionary["completion_ids"]], dim=1)
+        dictionary |= images.as_trl(ids)
+    return dictionary

@@ -19,7 +19,7 @@ import torch
 from ..batching.prompt_order import StepRows
 from ..compat import as_reference
 from ..errors import RolloutError
-from ..forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, MODEL_LOGPS, SAMPLING_LOGPS, Rows
+from ..forward.columns import EXPERTS, MODEL_LOGPS
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, ForwardRunner
 from ..rewards.runner import RewardRows, RewardRunner
@@ -32,8 +32,10 @@ from ..sampling.engine import Engine, EngineSettings
 from ..sampling.keyed import request_keys
 from ..sampling.sampler import Sampler
 from ..sampling.turn import Turn
+from .batch import RolloutBatch
 from .chat import ROW_KWARGS
 from .images import ImageSource
+from .join import token_columns
 from .local import LocalRollout, RolloutSettings, SamplingSettings
 from .tools import continue_with
 from .transcript import Transcript, share_prompt_experts
@@ -126,7 +128,7 @@ class RolloutWorker:
         active = [] if local.request.stands_in else transcripts
         any_active = any_process if self.settings.sharded else bool
         while any_active(bool(active := sampling.toolbox.answer(active, sampling.chat, sampling.limits))):
-            for transcript, turn in zip(active, self.generate(local, active, sampling.sampler), strict=True):
+            for transcript, turn in zip(active, self.generate(local, active, sampling.sampler.turns), strict=True):
                 continue_with(transcript, turn, sampling.chat, sampling.limits)
 
     def generate(self, local: LocalRollout, transcripts: list[Transcript], sampler: Sampler) -> list[Turn]:
@@ -142,16 +144,16 @@ class RolloutWorker:
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript], sampler: Sampler) -> list[Turn]:
         """Sample one turn; a process without prompts gets one token for each stand-in."""
-        sizes, stands_in = local.settings.sampling.sizes, local.request.stands_in or not transcripts
+        sizes, stands_in, own = local.settings.sampling.sizes, local.request.stands_in or not transcripts, sampler.own
         if not stands_in or sampler.whole or (sampler.by_user is not None and not self.settings.sharded):
             return sampler.sample(transcripts, sizes) if transcripts else []
         rows = []
-        if self.shards_vision and sampler.pads:
+        if self.shards_vision and own.config is not None:
             # other processes run the image tower, so this one has to; vLLM has weights of its own
             rows = [transcript.prompt_alone() for transcript in local.transcripts[:1]]
-        (sampler.inner or sampler.engine).generate(rows, sampler.config, sizes)
-        columns = {SAMPLING_LOGPS: torch.zeros(1)} if "logps" in sampler.returns else {}
-        return [Turn([self.settings.filler], columns) for _ in transcripts]
+        own.sample(rows, sizes)
+        logps = [0.0] if "logps" in own.returns else None
+        return [Turn.of([self.settings.filler], logps, [[]], ended=True) for _ in transcripts]
 
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
@@ -159,23 +161,20 @@ class RolloutWorker:
         if not (names := local.settings.logprobs.scored_by):
             return
         rows = self._token_rows(local)
-        has_rows = bool(len(rows))
-        if not has_rows:  # a stand-in row: a forward may be a collective, and a user's override may hold one
-            rows = TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
-
-        def log_probs(name: str) -> list[torch.Tensor]:
-            # the reference and the teacher route by themselves
-            of_model = rows if name == "policy" else rows.having(EXPERTS, None)
-            logps_S, experts_NC = self._log_probs(of_model, local.settings, name)
-            if has_rows and experts_NC is not None:
-                bounds = itertools.pairwise(rows.starts_B)
-                for transcript, (start, stop) in zip(local.transcripts, bounds, strict=True):
-                    transcript.columns[EXPERTS] = experts_NC[start:stop]
-                share_prompt_experts(local.transcripts, local.request.num_generations)
-            return list(logps_S.cpu().split(list(rows.completions_B))) if has_rows else []
-
         with self.clock.phase("logps"):
-            local.logps = {MODEL_LOGPS[name]: log_probs(name) for name in names}
+            for name in names:
+                # the reference and the teacher route by themselves
+                of_model = rows if name == "policy" else rows.having(EXPERTS, None)
+                logps_S, experts_NC = self._log_probs(of_model, local.settings, name)
+                parts = logps_S.cpu().split(list(rows.completions_B)), itertools.pairwise(rows.starts_B)
+                for transcript, logps_T, (start, stop) in zip(local.transcripts, *parts):  # none beside a stand-in row
+                    # none of the tokens of a completion that is masked out
+                    known = logps_T if len(logps_T) else logps_T.new_zeros(len(transcript.ids))
+                    transcript.columns[MODEL_LOGPS[name]] = known
+                    if experts_NC is not None:
+                        transcript.columns[EXPERTS] = experts_NC[start:stop]
+                if experts_NC is not None:
+                    share_prompt_experts(local.transcripts, local.request.num_generations)
 
     def _log_probs(
         self, rows: TokenRows, settings: RolloutSettings, name: str
@@ -194,28 +193,17 @@ class RolloutWorker:
 
     def _token_rows(self, local: LocalRollout) -> TokenRows:
         """The transcripts for a forward, without the tokens of completions that are masked out."""
-        masked = local.settings.sampling.masked(local.transcripts)
-        shown = [t.prompt_alone() if out else t for t, out in zip(local.transcripts, masked, strict=True)]
-        tokens = [token for t in shown for token in t.all_ids]
-        ids = torch.tensor(tokens, dtype=torch.long)
-        images = self.images.of_transcripts(shown) if shown else None
-        same = [before.prompt_ids == after.prompt_ids for before, after in itertools.pairwise(shown)]
-        prompts, lengths = [len(t.prompt_ids) for t in shown], [len(t.ids) for t in shown]
-        recorded, columns = [t.first(n) for t, n in zip(shown, lengths, strict=True)], dict[str, Rows]()
-        if local.settings.sampling.replay.masks:
-            none = torch.zeros(0, dtype=torch.int32)
-            counts = [part.get(KEPT_COUNTS, none.new_zeros(n)) for part, n in zip(recorded, lengths, strict=True)]
-            kept = [part.get(KEPT_IDS, none) for part in recorded]
-            columns |= {KEPT_COUNTS: Rows.of(counts), KEPT_IDS: Rows.of(kept)}
-        if shown and all(EXPERTS in part for part in recorded):  # else the forward of these rows records them
-            columns[EXPERTS] = Rows.of([part[EXPERTS] for part in recorded])
-        group = local.request.num_generations
-        whole = [tuple(lengths[first : first + group]) for first in range(0, len(shown), group) for _ in range(group)]
-        return TokenRows(ids, prompts, lengths, same, images, columns, whole)
+        transcripts, masked = local.transcripts, local.settings.sampling.masked(local.transcripts)
+        if not transcripts:  # a stand-in row: a forward may be a collective, and a user's override may hold one
+            return TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
+        batch = RolloutBatch.of_columns(token_columns(local, transcripts), local.request.num_generations)
+        shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, masked, strict=True)]
+        rows = batch.token_rows(self.images.of_transcripts(shown))
+        return replace(rows, group_lengths_B=[batch.group_lengths[group] for group in batch.groups])
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Compute the rewards, unless the user's `_calculate_rewards` makes them after `exchange`."""
-        if local.settings.sampling.hooks.rewards:
+        if local.settings.sampling.own_rewards:
             return
         with self.clock.phase("rewards"):
             given = reward_columns(local.real_transcripts)

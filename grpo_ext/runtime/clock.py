@@ -19,11 +19,11 @@ class PhaseClock(TrainerCallback):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = time.perf_counter() - self.seconds[name]
         try:
             yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start
+        finally:  # a phase inside of itself counts once
+            self.seconds[name] = time.perf_counter() - start
 
     def stopped(self) -> AbstractContextManager[None]:
         """Inside, nothing is counted: only phases of training are logged."""

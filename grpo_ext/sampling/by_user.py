@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from ..batching.sizes import ChunkSizes
 from ..errors import RolloutError
 from ..runtime.collectives import uneven_collectives
-from .engine import cut_calls
+from .engine import Engine, cut_calls
 from .equal_shares import refuse_unequal_shares
 from .turn import Context, Turn, images_shown
 
@@ -48,13 +48,10 @@ class TurnRows:
 
 
 @dataclass(frozen=True)
-class UserTurns:
+class UserTurns(Engine):
     function: Callable[..., Any]  # `_generate_single_turn`
     accelerator: Accelerator
     sharded: bool  # a forward is a collective, so the chunks of a process are one call
-
-    def same_bits(self) -> bool:
-        return False
 
     def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
         sampled = dict[int, Turn]()
@@ -71,21 +68,23 @@ class UserTurns:
                     f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
                 )
             ends = {tuple(turn.ids): turn.ended for turn in of_turn.made}
-            values = [None] * len(ids) if logps is None else logps
+            values: Sequence[Any] = [None] * len(ids) if logps is None else logps
+            if wrong := [place for place, v in enumerate(values) if v is not None and len(v) != len(ids[place])]:
+                raise RolloutError(
+                    f"_generate_single_turn returned {len(values[wrong[0]])} log-probabilities for the "
+                    f"{len(ids[wrong[0]])} tokens of completion {wrong[0]}; return one for each token, or None."
+                )
             turns = (Turn.of(i, v, ended=ends.get(tuple(i))) for i, v in zip(ids, values, strict=True))
             sampled |= zip(indices, turns, strict=True)
         return [sampled[index] for index in range(len(rows))]
 
 
 @dataclass(frozen=True)
-class UserRollouts:
+class UserRollouts(Engine):
     function: Callable[[list[Any]], Any]  # `rollout_func`, given the trainer
     unequal: str | None  # why processes need the same number of rows, as a clause
     needs_logps: str | None  # why log-probabilities are needed, as a clause
     kept_ids: bool  # the ids that each token was sampled from are needed too
-
-    def same_bits(self) -> bool:
-        return False
 
     def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
         """Whole completions, which may have tokens of others than the model, and fields for the rows."""
@@ -94,12 +93,11 @@ class UserRollouts:
         prompts = copy.deepcopy([row.prompt for row in rows])  # its loop of turns may append to its prompts
         output = checked_rollout(self.function(prompts), len(rows), self.needs_logps, self.kept_ids)
         named = {name: output.pop(name, None) for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
-        kept = output.pop("kept_ids", None) if self.kept_ids else None
-        output.pop("kept_ids", None)
+        kept = output.pop("kept_ids", None)
         turns = []
         for place in range(len(rows)):
             prompt_ids, ids, logps, mask = (None if v is None else list(v[place]) for v in named.values())
-            turn = Turn.of(ids or [], logps, None if kept is None else kept[place])
+            turn = Turn.of(ids or [], logps, kept[place] if kept is not None and self.kept_ids else None)
             # the entry of a list, or the same value for all
             fields = {name: v[place] if isinstance(v, list) else v for name, v in output.items()}
             turns.append(replace(turn, prompt_ids=prompt_ids, mask=mask, fields=fields))

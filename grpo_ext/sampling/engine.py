@@ -11,7 +11,7 @@ import copy
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
@@ -25,6 +25,7 @@ from ..forward.carried import Carried, carrying
 from ..forward.columns import EXPERTS, SAMPLER_LOGPS, Rows
 from ..forward.form_check import rounding_unit, text_ids
 from ..forward.images import TOKEN_TYPES, RowImages
+from ..forward.routing import Router
 from ..precision.non_finite import explanation, first_module
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import max_over_processes
@@ -39,14 +40,18 @@ _MIXED = 64  # times the rounding of one operation: log-probabilities of a row i
 _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and copies of filters and choice
 
 
-class Engine(Protocol):
-    def generate(
-        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Turn]:
-        """New tokens of each row, in order; `config` is transformers' for this rollout batch, None with vLLM."""
+class Engine:
+    """Samples turns; an engine of another package says of itself what these attributes do."""
 
-    def same_bits(self) -> bool:
+    routers: Sequence[Router] = ()  # whose experts it returns, in the order of their columns
+
+    def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
+        """New tokens of each row, in order; `config` is transformers' for this rollout batch, None with vLLM."""
+        raise NotImplementedError
+
+    def has_same_bits(self) -> bool:
         """Whether its bits do not depend on what else it samples, as it declares itself."""
+        return True
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def cut_calls(transcripts: Sequence[Context], sizes: ChunkSizes) -> list[list[in
 
 
 @dataclass
-class TransformersEngine:
+class TransformersEngine(Engine):
     model: Callable[[], Any]  # returns the policy, with PEFT's wrapper
     generating: Callable[[], contextlib.AbstractContextManager[Any]]  # prepares the model for generation and yields it
     settings: EngineSettings
@@ -83,16 +88,13 @@ class TransformersEngine:
     memory: Halving  # the number of completions that fit into one `generate`
     _mixes: bool | None = None  # see `_mixes_rows`
 
-    def same_bits(self) -> bool:
-        return True  # `Sampler.other` says where another loop samples
-
     def generate(
         self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
     ) -> list[Turn]:
         assert config is not None
         sampled: dict[int, Turn] = {}
         policy = self.model()
-        # `config` has the stop strings (`settings.sampling_config`)
+        # `config` has the stop strings (`Sampler.config`)
         without_strings = {} if own_generate(policy) else {"stop_strings": None}
         with (
             without_router_logits(policy.config),
@@ -185,7 +187,7 @@ def sample_chunk(
 ) -> list[Turn]:
     """New tokens of each row, by one call of the model's `generate`.
 
-    Turn by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
+    Sampled by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
     finished rows leave the batch (sampling.decoding).
     """
     prompts = [row.all_ids for row in rows]
@@ -249,12 +251,9 @@ def _with_loop(
 
 
 @dataclass(frozen=True)
-class ContinuousBatching:
+class ContinuousBatching(Engine):
     turn: Callable[..., Any]
     model: Callable[[], Any]
-
-    def same_bits(self) -> bool:
-        return False
 
     def generate(
         self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes

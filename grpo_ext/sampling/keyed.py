@@ -319,7 +319,7 @@ def suppressed_tokens(model: Any, config: GenerationConfig, eos_token_ids: Seque
 
 
 def kinds_of(model: Any, config: GenerationConfig) -> list[int]:
-    """The set of `suppressed_tokens` at each of the first positions, and at all further ones, as in `KeptIds`."""
+    """The set of `suppressed_tokens` at each of the first positions, and at all further ones, as kept counts."""
     always = 1 if setting_of(model, config, "suppress_tokens") else 0
     return [*[-always - 1] * (setting_of(model, config, "min_new_tokens") or 0), -always]
 

@@ -5,7 +5,6 @@ here, when a rollout batch begins; checks before training, replay, the lag, bitw
 """
 
 import copy
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,28 +42,32 @@ class Sampler:
     config: GenerationConfig | None = None  # transformers', with all that ends a row; None: it is not transformers
     ends: frozenset[int]  # a completion known only by its ids is truncated unless it ends in one of these tokens
     filters: Mapping[str, Any]  # that leave out tokens, with their settings
-    not_keyed: str | None  # what keeps the random number of a token from following from its key; None: nothing does
     # what runs instead of vLLM and this trainer's own sampling, which have the same bits in every split and can run on
     # copies of the weights
     other: str | None
     uncovered: str | None  # how completions may depend on the split, as a clause; None: they do not
     returns: frozenset[str]  # "masks", "experts", "logps": what it records of each token
-    changed: Sequence[str] = ()  # settings by which it samples from other scores than those that training uses
-    unmasked: Sequence[str] = ()  # settings that replayed masks do not describe
+    # settings by which it samples from other scores than those that training uses; masks do not describe transformers'
+    changed: Sequence[str] = ()
     suppressed: Sequence[torch.Tensor] = ()  # sets of ids that are suppressed, where masks are replayed
     several: tuple[str, Any] = ("", None)  # the setting that makes several rows of a prompt, and its value
     stop_strings: Any = None
     pads: bool = True  # prompts are padded, and cut into chunks; else it batches by itself
     steps: bool = True  # all rows of a call are decoded step by step
-    context: int = sys.maxsize  # tokens of a prompt and its completion that fit
+    context: int | None = None  # tokens of a prompt and its completion that fit; None: the model says
     by_user: str | None = None  # the user's own function
-    inner: Any = None  # the engine that this function may call; None without a function
+    inner: "Sampler | None" = None  # which that function may call
     whole: bool = False  # it makes whole completions from prompts, not turns from tokens
 
     @property
     def turns(self) -> "Sampler":
-        """Without a `rollout_func`: what its calls of the trainer's `generate` sample with."""
-        return replace(self, engine=self.inner, inner=None, whole=False, by_user=None) if self.whole else self
+        """What samples later turns, and in a `rollout_func` for its calls of the trainer's `generate`."""
+        return self.inner if self.whole and self.inner is not None else self
+
+    @property
+    def own(self) -> "Sampler":
+        """This package's."""
+        return self if self.inner is None else self.inner.own
 
     def sample(self, rows: Sequence[Context], sizes: ChunkSizes) -> list[Turn]:
         return self.engine.generate(rows, self.config, sizes)
@@ -75,10 +78,15 @@ def sampler_of(view: TrainerView, engine: Any, sharded: bool) -> Sampler:
     sampler = _of_vllm(view, engine) if view.use_vllm else _of_transformers(view, engine)
     hook, name = view.override_of("_generate_single_turn"), view.overridden("_generate_single_turn")
     if hook is not None:
-        turns = UserTurns(hook, view.accelerator, sharded)
-        returns = sampler.returns - {"experts"}
-        sampler = replace(sampler, engine=turns, inner=engine, by_user=name, other=name, returns=returns)
-        sampler = replace(sampler, uncovered=_COVERS.format(name))
+        sampler = replace(
+            sampler,
+            engine=UserTurns(hook, view.accelerator, sharded),
+            inner=sampler,
+            by_user=name,
+            other=name,
+            uncovered=_COVERS.format(name),
+            returns=sampler.returns - {"experts"},
+        )
     if view.rollout_func is None:
         return sampler
     unequal = why_equal(view.args, sharded, rollout_func=True)
@@ -86,14 +94,13 @@ def sampler_of(view: TrainerView, engine: Any, sharded: bool) -> Sampler:
     return replace(
         sampler,
         engine=UserRollouts(view.call_rollout_func, unequal, needs_logps, view.args.replay.masks),
-        inner=sampler.engine,
+        inner=sampler,
         whole=True,
         by_user="rollout_func",
         other="rollout_func",
         uncovered=_COVERS.format("rollout_func") + _OTHER_STATES,
         returns=sampler.returns - {"experts"} | {"masks"},
         changed=sampler.changed if view.use_vllm else (),
-        unmasked=(),
     )
 
 
@@ -112,12 +119,10 @@ def _of_transformers(view: TrainerView, engine: Engine) -> Sampler:
         ends=frozenset((*ends, view.tokenizer.pad_token_id)),
         filters=truncating(filter_values(policy, view.generation_config)),
         steps=not continuous,
-        not_keyed=not_keyed,
         other=not_keyed,
         uncovered=not_keyed and f"{not_keyed}: completions are not sampled by key; only the update is covered",
         returns=frozenset({"masks", "experts"} if not_keyed is None else ()),
         changed=changed,
-        unmasked=changed,
         suppressed=suppressed_tokens(policy, view.generation_config, ends) if view.args.replay.masks else (),
         several=(name, setting_of(policy, view.generation_config, name)),
         stop_strings=None if own_generate(policy) else config.stop_strings,
@@ -134,13 +139,12 @@ def _of_vllm(view: TrainerView, engine: Any) -> Sampler:
         engine=engine,
         ends=frozenset((*view.eos_token_ids, *further, view.tokenizer.pad_token_id)),
         filters=vllm_filters(args),
-        not_keyed="vLLM",
         other=None,
         uncovered=uncovered if args.vllm_seeds else _UNSEEDED,
-        returns=frozenset({"masks", "logps", *(["experts"] if getattr(engine, "routers", ()) else [])}),
+        returns=frozenset({"masks", "logps", *(["experts"] if engine is not None and engine.routers else [])}),
         changed=[f"{n}={settings[n]!r}" for n, value in neutral.items() if settings.get(n, value) != value],
         several=("n", view.generation_settings.get("n")),
         pads=False,
         steps=False,
-        context=view.vllm_generation.llm.llm_engine.model_config.max_model_len if colocated else sys.maxsize,
+        context=view.vllm_generation.llm.llm_engine.model_config.max_model_len if colocated else None,
     )

@@ -67,7 +67,7 @@ class Turn:
     ) -> Turn:
         """A turn from the lists of a user's function or of vLLM."""
         columns: dict[str, torch.Tensor] = {}
-        known = torch.tensor([math.nan if value is None else value for value in logps or [None] * len(ids)])
+        known = torch.tensor([math.nan if value is None else float(value) for value in logps or [None] * len(ids)])
         if logps is not None:
             columns[SAMPLING_LOGPS] = known
         if kept_ids is not None:

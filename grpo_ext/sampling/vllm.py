@@ -31,6 +31,7 @@ from ..forward.routing import BY_ROUTER, Router
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import gather_in_group
 from ..settings import named, refuse_excluded
+from .engine import Engine
 from .engine_check import NEUTRAL
 from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
 from .keyed import most_kept, truncating
@@ -44,13 +45,13 @@ _CONCURRENT = 256  # requests to a server at a time; it batches what has arrived
 
 
 @dataclass(frozen=True)
-class VllmEngine:
+class VllmEngine(Engine):
     generation: Any  # `sampling.vllm_weights.Generation`
     seeded: bool  # each completion has a seed of its own
     profile: Callable[[str], AbstractContextManager[Any]]  # TRL's profiling context of a name
     routers: Sequence[Router] = ()  # the model's, in the order of their columns; empty where no experts are returned
 
-    def same_bits(self) -> bool:
+    def has_same_bits(self) -> bool:
         return is_batch_invariant(None)
 
     def generate(
@@ -87,13 +88,13 @@ class VllmEngine:
 
 
 @dataclass(frozen=True)
-class VllmServer:
+class VllmServer(Engine):
     generation: Any  # TRL's `VLLMGeneration`, for its settings
     client: Any  # this process's
     seeded: bool = True  # each completion has a seed of its own
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
-    def same_bits(self) -> bool:
+    def has_same_bits(self) -> bool:
         return is_batch_invariant(self.client)
 
     def generate(

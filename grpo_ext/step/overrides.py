@@ -17,7 +17,7 @@ from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
 from ..forward.architecture import experts_per_token
-from ..forward.columns import SAMPLER_LOGPS
+from ..forward.columns import COLUMNS
 from ..forward.images import RowImages
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, TrlLogProbs, known_of, padded_ids_and_mask
@@ -121,8 +121,8 @@ class LossOverrides:
         rows = self._given_rows(inputs, known.images)
         if rows.same_tokens(known):
             rows = known
-            if SAMPLER_LOGPS in rollout.columns:
-                columns[SAMPLER_LOGPS] = rollout.select(places)[SAMPLER_LOGPS]
+            own = {name for name, kind in COLUMNS.items() if kind.loss and not kind.trl}
+            columns |= {name: column for name, column in rollout.select(places).columns.items() if name in own}
         else:
             self._refuse_with_replay()
             pairs = zip(rows.same_text, itertools.pairwise(groups), strict=True)

@@ -72,7 +72,7 @@ def served(monkeypatch):
             self.vllm_client = Server(self.model.generate)
 
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Generation)
-    monkeypatch.setattr(EngineCheck, "compare", lambda check, batch: None)  # the server's are drawn at random
+    monkeypatch.setattr(EngineCheck, "compare", lambda check, *columns: None)  # the server's are drawn at random
     return {"use_vllm": True, "vllm_mode": "server"}
 
 

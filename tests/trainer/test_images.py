@@ -238,7 +238,7 @@ def test_a_checkpoint_holds_the_images_of_a_prompt_once_and_a_resumed_run_has_th
     whole = change(make(tmp_path / "whole", **EXACT))
     state = load_state(tmp_path / "whole" / "checkpoint-1")
     assert state is not None
-    images = state["rollouts"]["batch"]["columns"]["row_images"]
+    images = state["rollouts"]["batch"]["columns"]["row_images"]["files"]
     assert len(images["lengths"]) < len(images["rows"]) == EXACT["rollout_batch_size"]
     assert torch.equal(whole, resumed(make(tmp_path / "whole", per_device_train_batch_size=3, **EXACT)))
 

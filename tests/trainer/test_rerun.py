@@ -314,13 +314,13 @@ def test_a_rerun_that_fails_leaves_nothing_on_the_trainer(tmp_path, monkeypatch)
         return letter_reward(*args, **kwargs)
 
     trainer = make(folder, **SHORT)
-    take = StepRecord.fill_from
+    take = StepRecord.fill
 
     def take_failing(record: StepRecord, attempt: Any) -> None:
         attempt.run = failing
         take(record, attempt)
 
-    monkeypatch.setattr(StepRecord, "fill_from", take_failing)
+    monkeypatch.setattr(StepRecord, "fill", take_failing)
     with pytest.raises(MemoryShortageError, match=r"for its record or .* does not"):
         trainer.rerun(5, gradients=True)
     assert trainer._step_planner.record is None

@@ -41,8 +41,6 @@ def test_a_state_has_equal_neighbours_once():
     state = rows.state()
     assert state["values"].tolist() == [1, 2, 3, 4, 5, 6]
     assert [row.tolist() for row in Rows.saved(state)] == LISTS
-    earlier = {"values": rows.values, "lengths": rows.lengths}  # of a checkpoint of an earlier version
-    assert [row.tolist() for row in Rows.saved(earlier)] == LISTS
 
 
 def test_a_completion_that_grows_has_a_value_of_every_column_for_every_token():

@@ -23,7 +23,7 @@ class OwnTurns(GRPOTrainer):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, {"other": None, "not_keyed": None, "uncovered": None, "returns": {"masks", "experts"}, "whole": False}),
+        ({}, {"other": None, "uncovered": None, "returns": {"masks", "experts"}, "whole": False}),
         ({"top_p": 0.5}, {"filters": {"top_p": 0.5}, "other": None, "changed": []}),
         (
             {"repetition_penalty": 1.5},
@@ -31,16 +31,16 @@ class OwnTurns(GRPOTrainer):
         ),
         (
             {"generation_kwargs": {"do_sample": False}},
-            {"other": "do_sample=False", "not_keyed": "do_sample=False", "returns": set()},
+            {"other": "do_sample=False", "returns": set()},
         ),
         (
             {"cls": OwnTurns},
             {"other": "OwnTurns._generate_single_turn", "by_user": "OwnTurns._generate_single_turn", "whole": False}
-            | {"not_keyed": None, "returns": {"masks"}},
+            | {"returns": {"masks"}},
         ),
         (
             {"rollout_func": given_rollout},
-            {"other": "rollout_func", "by_user": "rollout_func", "whole": True, "returns": {"masks"}, "unmasked": ()},
+            {"other": "rollout_func", "by_user": "rollout_func", "whole": True, "returns": {"masks"}, "changed": ()},
         ),
     ],
     ids=["plain", "filtered", "other_scores", "not_keyed", "own_turns", "own_rollouts"],
