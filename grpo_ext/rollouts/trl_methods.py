@@ -16,7 +16,7 @@ from ..algorithms.keyed_random import mix
 from ..batching.prompt_order import RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..errors import ConfigError
-from ..forward.columns import ADVANTAGES, COMPLETION_MASK, KEPT_COUNTS, KEPT_IDS, TOOL_MASK
+from ..forward.columns import ADVANTAGES, COMPLETION_MASK, KEPT_COUNTS, KEPT_IDS, RATIO, TOOL_MASK
 from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
 from ..sampling.by_user import ROW, TurnRows
@@ -161,9 +161,9 @@ def _dictionary(local: LocalRollout, joined: Round, source: ImageSource, setting
     batch = RolloutBatch.of_columns(whole, local.request.num_generations)
     dictionary = batch.collate(settings.pad, settings.multiple)
     masked = torch.tensor(local.settings.sampling.masked(transcripts))
-    dictionary[COMPLETION_MASK][masked] = 0
-    if TOOL_MASK in dictionary:  # as in TRL, on the padding too
-        dictionary[TOOL_MASK][masked] = 0
+    for name, value in {COMPLETION_MASK: 0, TOOL_MASK: 0, RATIO: 1}.items():  # as in TRL, on the padding too
+        if name in dictionary:
+            dictionary[name][masked] = value
     dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()
     dictionary = send_to_device(dictionary, settings.device)
     if (images := source.of_transcripts(transcripts)) is not None:

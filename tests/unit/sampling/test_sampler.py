@@ -55,7 +55,7 @@ def test_what_a_sampler_can_do_is_an_attribute_of_it(tmp_path, changes, expected
 def test_every_attribute_of_a_sampler_is_read():
     files = [path for path in (ROOT / "grpo_ext").rglob("*.py") if path.name != "sampler.py"]
     read = {node.attr for p in files for node in ast.walk(ast.parse(p.read_text())) if isinstance(node, ast.Attribute)}
-    assert {spec.name for spec in dataclasses.fields(Sampler)} <= read
+    assert {spec.name for spec in dataclasses.fields(Sampler)} - {"inner"} | {"own", "turns"} <= read
 
 
 def asked(source: str) -> list[int]:
