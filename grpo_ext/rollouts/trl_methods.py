@@ -119,7 +119,7 @@ class TrlMethods:
             if images is not None:
                 row = replace(row, images=list(images[place] or ()), number=None)
             rows.append(replace(row, key=key, prompt_ids=list(ids[:cut]), ids=list(ids[cut:])))
-        sampled = self.worker.engine.generate(rows, self.rollouts.sampler.config, turn.sizes)
+        sampled = self.worker.engine.generate(rows, turn.config, turn.sizes)
         turn.made += sampled
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps

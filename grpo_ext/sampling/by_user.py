@@ -42,6 +42,7 @@ class TurnRows:
     """
 
     chunk: list[Context]
+    config: GenerationConfig | None
     sizes: ChunkSizes
     made: list[Turn] = field(default_factory=list, init=False)  # by TRL's method
     calls: Iterator[int] = field(default_factory=itertools.count, init=False)  # numbers its calls
@@ -58,7 +59,7 @@ class UserTurns(Engine):
         for indices in [range(len(rows))] if self.sharded else cut_calls(rows, sizes):
             chunk = [rows[index] for index in indices]
             options = {"num_generations": 1, "has_tool_images": any(len(r.images) > r.prompt_images for r in chunk)}
-            of_turn = TurnRows(chunk, sizes)
+            of_turn = TurnRows(chunk, config, sizes)
             arguments: tuple[Any, ...] = ([row.all_ids for row in chunk], images_shown(chunk), {ROW: of_turn})
             with uneven_collectives(self.accelerator, refused_in="_generate_single_turn"):
                 first = not chunk[0].turns

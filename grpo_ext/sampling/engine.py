@@ -1,7 +1,7 @@
-"""Engines sample the next tokens of transcripts. Those here call the model's `generate`, by key and in chunks.
+"""Engines sample the next tokens of completions. Those here call the model's `generate`, by key and in chunks.
 
 Differs from TRL, which generates all rows of a process at once with one generator: here the random number of a token
-depends only on the transcript's key and the token's position. Chunks are cut in global order, so a chunk in a call of
+depends only on the row's key and the token's position. Chunks are cut in global order, so a chunk in a call of
 its own has the same shapes for every number of processes. Where padding, or other rows, change what a model computes,
 its calls have none. Called by the worker, once for every turn.
 """
@@ -22,7 +22,7 @@ from ..config import NO_REPLAY, Replay
 from ..errors import PrecisionError, RolloutError
 from ..forward.architecture import base_model_of, cached_numbers
 from ..forward.carried import Carried, carrying
-from ..forward.columns import EXPERTS, SAMPLER_LOGPS, Rows
+from ..forward.columns import SAMPLER_LOGPS, Rows
 from ..forward.form_check import rounding_unit, text_ids
 from ..forward.images import TOKEN_TYPES, RowImages
 from ..forward.routing import Router
@@ -67,12 +67,12 @@ class EngineSettings:
     fp16: bool = False  # named in the explanation of scores that are not finite
 
 
-def cut_calls(transcripts: Sequence[Context], sizes: ChunkSizes) -> list[list[int]]:
-    """The transcripts of each `generate` call, by their index; later turns are cut like the first."""
+def cut_calls(rows: Sequence[Context], sizes: ChunkSizes) -> list[list[int]]:
+    """The rows of each `generate` call, by their index; later turns are cut like the first."""
     # the first place of a process begins a chunk (`batching.sizes.process_prompts`), so places on a process cut the
     # chunks of the whole rollout batch
     calls: dict[Hashable, list[int]] = {}
-    for index, row in enumerate(transcripts):
+    for index, row in enumerate(rows):
         chunk = 0 if sizes.call is None else row.place // sizes.call
         key = batch_key(sizes.batching, len(row.all_ids), index)
         calls.setdefault((chunk, key), []).append(index)
@@ -88,9 +88,7 @@ class TransformersEngine(Engine):
     memory: Halving  # the number of completions that fit into one `generate`
     _mixes: bool | None = None  # see `_mixes_rows`
 
-    def generate(
-        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Turn]:
+    def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
         assert config is not None
         sampled: dict[int, Turn] = {}
         policy = self.model()
@@ -108,17 +106,17 @@ class TransformersEngine(Engine):
             settings = replace(settings, compact=compact, multiple=settings.multiple if may_pad else None)
             if sizes.batching == "equal_lengths" and self._mixes_rows(model, config, settings):
                 sizes = replace(sizes, batching="single")
-            calls = cut_calls(transcripts, sizes)
-            stand_in = transcripts[:1] or [Context(0, prompt_ids=[settings.filler])]
+            calls = cut_calls(rows, sizes)
+            stand_in = rows[:1] or [Context(0, prompt_ids=[settings.filler])]
             for number in range(max_over_processes(len(calls)) if settings.sharded else len(calls)):
                 indices = calls[number] if number < len(calls) else []
-                chunk = [transcripts[index] for index in indices] or stand_in
+                chunk = [rows[index] for index in indices] or stand_in
                 expected = self._expected_rows(model, chunk, config, settings)
                 sample = functools.partial(self._sample, model, chunk, config, settings)
                 pieces = self.memory.run(range(len(chunk)), sample, expected)
                 if indices:
                     sampled |= zip(indices, (row for piece in pieces for row in piece), strict=True)
-        return [sampled[index] for index in range(len(transcripts))]
+        return [sampled[index] for index in range(len(rows))]
 
     def _mixes_rows(self, model: Any, config: GenerationConfig, settings: EngineSettings) -> bool:
         """Whether prompts of one length change one another, compared once: a step of RWKV's decoding mixes rows."""
@@ -157,7 +155,7 @@ class TransformersEngine(Engine):
         part: Sequence[int],
     ) -> list[Turn]:
         rows, keyed = [chunk[i] for i in part], why_not_by_key(self.model(), config) is None
-        arguments = rows, config, settings, self.images_of(rows), keyed, settings.compact
+        arguments = rows, config, settings, self.images_of(rows), keyed
         try:
             return sample_chunk(model, *arguments)
         except PrecisionError as error:
@@ -183,16 +181,11 @@ def sample_chunk(
     settings: EngineSettings,
     images: RowImages | None = None,
     keyed: bool = True,
-    compact: bool = False,
 ) -> list[Turn]:
-    """New tokens of each row, by one call of the model's `generate`.
-
-    Sampled by key, or (without `keyed`) by transformers, as in TRL. With `compact` each different prompt runs once, and
-    finished rows leave the batch (sampling.decoding).
-    """
+    """New tokens of each row, by one call of the model's `generate`: by key, or by transformers, as in TRL."""
     prompts = [row.all_ids for row in rows]
     images_B = [None] * len(rows) if images is None else images.numbers_B
-    different = zip(map(tuple, prompts), images_B, strict=True) if compact else range(len(rows))
+    different = zip(map(tuple, prompts), images_B, strict=True) if settings.compact else range(len(rows))
     firsts, numbers = unique(list(different))
     contexts, inputs = [len(prompts[i]) for i in firsts], _model_inputs([prompts[i] for i in firsts], settings)
     width = inputs["input_ids"].size(1)
@@ -202,10 +195,10 @@ def sample_chunk(
     if keyed:
         filters, recorder = sampling_filters(model, config, settings.replay)
         choice = KeyedChoice(rows, width, recorder, settings.device)
-        inputs["logits_processor"] = filters if compact else LogitsProcessorList([*filters, choice])
+        inputs["logits_processor"] = filters if settings.compact else LogitsProcessorList([*filters, choice])
         config = greedy_config(model, config)
     if own_generate(model) is None:
-        config = _with_loop(inputs, model, config, settings, choice, numbers if compact else None)
+        config = _with_loop(inputs, model, config, settings, choice, numbers if settings.compact else None)
     with carrying(model, Carried(None if recorder is None else recorder.routing)):
         output = model.generate(**inputs, generation_config=config)
     if choice is not None and choice.was_broken():
@@ -216,10 +209,7 @@ def sample_chunk(
     if recorder is None:
         return [Turn(ids, ended=ended) for ids, ended in rows_B]
     lengths = [len(ids) for ids, _ in rows_B]
-    columns_B = recorder.columns(lengths)
-    if recorder.routing is not None:
-        for columns, experts_NC in zip(columns_B, recorder.experts(contexts, numbers, lengths), strict=True):
-            columns[EXPERTS] = experts_NC
+    columns_B = recorder.columns(contexts, numbers, lengths)
     return [Turn(ids, columns, ended) for (ids, ended), columns in zip(rows_B, columns_B, strict=True)]
 
 
@@ -255,13 +245,11 @@ class ContinuousBatching(Engine):
     turn: Callable[..., Any]
     model: Callable[[], Any]
 
-    def generate(
-        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Turn]:
-        if not transcripts:
+    def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
+        if not rows:
             return []
         with _keeping_weights(self.model()):
-            ids, _ = self.turn([row.all_ids for row in transcripts], None, {}, sizes.group)
+            ids, _ = self.turn([row.all_ids for row in rows], None, {}, sizes.group)
         return [Turn(list(row)) for row in ids]
 
 

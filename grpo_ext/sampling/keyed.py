@@ -18,12 +18,11 @@ from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, complet
 from ..batching.prompt_order import RolloutRequest
 from ..config import NO_REPLAY, Replay
 from ..forward.architecture import base_model_of
-from ..forward.columns import KEPT_COUNTS, KEPT_IDS, KEPT_MASS, SAMPLER_LOGPS, first_tokens
+from ..forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, KEPT_MASS, SAMPLER_LOGPS, first_tokens
 from ..forward.routing import BY_ROUTER, Routing
 from ..settings import named
 from .turn import Context
 
-RECORDED = (SAMPLER_LOGPS, KEPT_MASS, KEPT_COUNTS, KEPT_IDS)  # columns of every token
 FILTERS = ("temperature", *named("truncates"), "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 # Settings under which a row depends only on its key and its own tokens (tests sample at several widths of padding), and
 # settings that sampling does not read. Any other, and any new one of transformers, may make it depend on more.
@@ -82,7 +81,6 @@ class Recorder(LogitsProcessor):
     # row numbers and the columns of `add`; columns that are equal for all rows stay on the CPU, without a launch
     _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     _parts: dict[int, list[dict[str, torch.Tensor]]] = field(default_factory=dict)  # of each row, on the host
-    _experts: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of each row, on the host
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.temperature is not None:
@@ -140,30 +138,28 @@ class Recorder(LogitsProcessor):
             ids_K = ids_TK[torch.arange(ids_TK.size(1)) < counts_T[:, None]]
             logps_T = probabilities_T.log().float()
             recorded = {SAMPLER_LOGPS: logps_T, KEPT_MASS: mass_T.float(), KEPT_COUNTS: counts_T, KEPT_IDS: ids_K}
-            self._parts.setdefault(row, []).append(recorded)
-            self._experts.setdefault(row, []).append(experts_TC)
+            self._parts.setdefault(row, []).append(recorded | {EXPERTS: experts_TC})
 
-    def columns(self, lengths: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-        """The columns of the first tokens of each row, but the experts."""
-        self._flush()
-        rows = [self._parts[row] for row in range(len(lengths))]
-        whole = [{name: torch.cat([part[name] for part in parts]) for name in RECORDED} for parts in rows]
-        return [first_tokens(columns, 0, length) for columns, length in zip(whole, lengths, strict=True)]
-
-    def experts(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The experts (N, C) of the prompt and the first tokens of each row; `BY_ROUTER` for the last, which never ran.
+    def columns(
+        self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]
+    ) -> list[dict[str, torch.Tensor]]:
+        """The columns of the first tokens of each row; the experts of its prompt too, `BY_ROUTER` for the last token.
 
         `contexts` are the tokens of each prompt of the first forward, `prompts_B` for every row the number of its
         prompt.
         """
         self._flush()
-        assert self._prompts_NC is not None
-        prompts_PWC = self._prompts_NC.view(len(contexts), -1, self._prompts_NC.size(1))
-        last_1C = self._prompts_NC.new_full((1, self._prompts_NC.size(1)), BY_ROUTER)
-        return [
-            torch.cat([prompts_PWC[prompt, -contexts[prompt] :], torch.cat(self._experts[row])[1:length], last_1C])
-            for row, (prompt, length) in enumerate(zip(prompts_B, lengths, strict=True))
-        ]
+        found = []
+        for row, (prompt, length) in enumerate(zip(prompts_B, lengths, strict=True)):
+            whole = {name: torch.cat([part[name] for part in self._parts[row]]) for name in self._parts[row][0]}
+            experts_TC = whole.pop(EXPERTS)
+            found.append(first_tokens(whole, 0, length))
+            if self._prompts_NC is not None:
+                context_NC = self._prompts_NC.view(len(contexts), -1, self._prompts_NC.size(1))[prompt]
+                context_NC = context_NC[len(context_NC) - contexts[prompt] :]
+                never_ran_1C = experts_TC.new_full((1, experts_TC.size(1)), BY_ROUTER)
+                found[-1][EXPERTS] = torch.cat([context_NC, experts_TC[1:length], never_ran_1C])
+        return found
 
 
 class KeyedChoice(LogitsProcessor):

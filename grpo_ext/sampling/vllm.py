@@ -54,24 +54,22 @@ class VllmEngine(Engine):
     def has_same_bits(self) -> bool:
         return is_batch_invariant(None)
 
-    def generate(
-        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Turn]:
+    def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
         engines = self.generation.tensor_parallel_size
-        if engines > 1 and not any(transcript.turns for transcript in transcripts):
-            refuse_unequal_shares("vLLM", len(transcripts), UNEQUAL_SHARES)
-        if not transcripts:
+        if engines > 1 and not any(row.turns for row in rows):
+            refuse_unequal_shares("vLLM", len(rows), UNEQUAL_SHARES)
+        if not rows:
             return []
-        seeds = seeds_of(transcripts, sizes.group) if self.seeded else None
+        seeds = seeds_of(rows, sizes.group) if self.seeded else None
         if seeds is not None and engines > 1:  # every rank of the group samples the rows of all ranks
             parts = gather_in_group(seeds, self.generation.tp_group, engines)
             seeds = [seed for part in parts for seed in part]
         llm = self.generation.llm
-        prompts = [transcript.all_ids for transcript in transcripts]
+        prompts = [row.all_ids for row in rows]
         with temporarily_set(llm, seeds=seeds, completions=[]):
             returned = self.generation.generate(
                 prompts=prompts,
-                images=images_shown(transcripts),
+                images=images_shown(rows),
                 num_generations=sizes.group,
                 profiler=self.profile("vLLM.generate"),
             )
@@ -81,8 +79,8 @@ class VllmEngine(Engine):
         sampled = sampled_of(self.generation, ids, logps, completions)
         if not self.routers:
             return sampled
-        rows = zip(sampled, completions, prompts, strict=True)
-        experts = [experts_of(made, len(prompt) + len(turn.ids), self.routers) for turn, made, prompt in rows]
+        made = zip(sampled, completions, prompts, strict=True)
+        experts = [experts_of(own, len(prompt) + len(turn.ids), self.routers) for turn, own, prompt in made]
         pairs = zip(sampled, experts, strict=True)
         return [replace(turn, columns={**turn.columns, EXPERTS: experts_NC}) for turn, experts_NC in pairs]
 
@@ -97,14 +95,12 @@ class VllmServer(Engine):
     def has_same_bits(self) -> bool:
         return is_batch_invariant(self.client)
 
-    def generate(
-        self, transcripts: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes
-    ) -> list[Turn]:
-        if not transcripts:
+    def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
+        if not rows:
             return []
-        settings, copies = self.generation, copies_of(transcripts, sizes.group)
-        firsts = transcripts[::copies]
-        prompts = [transcript.all_ids for transcript in firsts]
+        settings, copies = self.generation, copies_of(rows, sizes.group)
+        firsts = rows[::copies]
+        prompts = [row.all_ids for row in firsts]
         features = None
         if (images := images_shown(firsts)) is not None:
             parts = self.client.image_features(images)
@@ -112,7 +108,7 @@ class VllmServer(Engine):
         options = {name: getattr(settings, name) for name in SENT}
         options |= {"min_p": 0.0 if settings.min_p is None else settings.min_p, "n": copies}
         options["max_tokens"] = settings.max_completion_length
-        seeds = seeds_of(transcripts, sizes.group)[::copies]
+        seeds = seeds_of(rows, sizes.group)[::copies]
 
         def send(index: int) -> dict[str, Any]:  # a request has one seed
             further = (settings.generation_kwargs or {}) | ({"seed": seeds[index]} if self.seeded else {})
@@ -131,9 +127,9 @@ class VllmServer(Engine):
         return sampled_of(settings, ids, logps)
 
 
-def copies_of(transcripts: Sequence[Context], num_generations: int) -> int:
-    """`num_generations` where all transcripts of every group continue the same tokens, else 1."""
-    groups = [transcripts[i : i + num_generations] for i in range(0, len(transcripts), num_generations)]
+def copies_of(rows: Sequence[Context], num_generations: int) -> int:
+    """`num_generations` where all rows of every group continue the same tokens, else 1."""
+    groups = [rows[i : i + num_generations] for i in range(0, len(rows), num_generations)]
     shared = all(
         len(group) == num_generations
         and not any(row.ids for row in group)
@@ -162,14 +158,14 @@ def sampled_of(generation: Any, ids: Sequence[list[int]], logps: Any, completion
     return [Turn.of(*row) for row in zip(ids, values, kept, ended, strict=True)]
 
 
-def seeds_of(transcripts: Sequence[Context], num_generations: int) -> list[int]:
+def seeds_of(rows: Sequence[Context], num_generations: int) -> list[int]:
     """The seeds of a turn, from the keys and the position of the first token that is sampled.
 
     In the first turn the completions of a group have consecutive seeds: vLLM gives the i-th of `n` completions the seed
     of the request plus i, so both modes sample the same. In a later turn each row has a seed of its own.
     """
-    keys_B = torch.tensor([transcript.key for transcript in transcripts])
-    offsets_B = torch.tensor([len(transcript.ids) for transcript in transcripts])
+    keys_B = torch.tensor([row.key for row in rows])
+    offsets_B = torch.tensor([len(row.ids) for row in rows])
     if bool((offsets_B > 0).any()):
         return (mix(keys_B, offsets_B) & _BITS).tolist()
     firsts = keys_B[::num_generations].repeat_interleave(num_generations)[: len(keys_B)]

@@ -206,7 +206,7 @@ def in_calls(
     with torch.no_grad(), half, half_weights(model, torch.bfloat16):
         for start in range(0, groups, of_a_call):
             chunk = rows[start * 8 : (start + of_a_call) * 8]
-            sampled = engine.sample_chunk(model, chunk, config, settings, compact=True)
+            sampled = engine.sample_chunk(model, chunk, config, settings)
             steps.append(max(len(row.ids) for row in sampled))
     return {"CPU seconds": time.process_time() - begin, "decode steps / longest completion": sum(steps) / max(steps)}
 

@@ -23,9 +23,9 @@ def sampled_chunk(
     """What `sample_chunk` samples after prompts."""
     rows = [Transcript(key, prompt_ids=list(ids)) for ids, key in zip(prompts, keys_B.tolist())]
     pad = config.pad_token_id or 0
-    settings = EngineSettings(torch.device(device), None, filler=0, pad=pad, multiple=multiple)
+    settings = EngineSettings(torch.device(device), None, filler=0, pad=pad, multiple=multiple, compact=compact)
     with torch.no_grad():
-        return [row.ids for row in sample_chunk(model, rows, config, settings, compact=compact)]
+        return [row.ids for row in sample_chunk(model, rows, config, settings)]
 
 
 def give_completions(trainer: Any, rows: Sequence[list[int]], columns: Mapping[str, Any] = {}) -> None:
