@@ -16,7 +16,6 @@ from .runtime.clock import PhaseClock
 from .runtime.determinism import align_memory
 from .runtime.out_of_memory import MicroBatchLimits
 from .step.evaluation import PassAtK
-from .step.inputs import Collation
 from .step.optimizer_step import StepPlanner
 from .step.overrides import LossOverrides
 from .view import TrainerView
@@ -35,8 +34,7 @@ class Components:
         trail = Trail()
         limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
         self.forwards, self.rollouts = forwards, rollouts = build_rollouts(view, self.clock, limits, trail.rollout)
-        collation = Collation(rollouts.images, rollouts.worker.settings.pad, forwards.multiple, view.accelerator.device)
-        self.step_planner = StepPlanner(forwards, self.clock, collation, token_cost(base), limits, view)
+        self.step_planner = StepPlanner(forwards, self.clock, rollouts.images, token_cost(base), limits, view)
         self.trl_methods = TrlMethods(rollouts)
         self.loss_overrides = LossOverrides(view, self.step_planner)
         self.pass_at_k = PassAtK(args)

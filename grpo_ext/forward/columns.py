@@ -23,6 +23,7 @@ OLD_LOGPS, SAMPLING_LOGPS, RATIO = "old_per_token_logps", "sampling_per_token_lo
 TEACHER_LOGPS = "teacher_per_token_logps"  # TRL's dictionary has it too, so that overrides pass it on
 SAMPLER_LOGPS, KEPT_MASS, KEPT_COUNTS, KEPT_IDS = "sampler_logps", "kept_mass", "kept_counts", "kept_ids"
 EXPERTS, ROW_IMAGES, ATTENDED, DROPOUT = "experts", "row_images", "attended", "dropout"
+ROW = "grpo_ext_row"  # the place of a completion in the step, or the rows of a turn, in dictionaries for users
 # columns by the model that scores, a field of `worker.Models`
 MODEL_LOGPS = {"policy": OLD_LOGPS, "reference": "ref_per_token_logps", "teacher": TEACHER_LOGPS}
 

@@ -42,7 +42,6 @@ from ..runtime.collectives import gather_lists
 
 logger = get_logger(__name__)
 
-ROW = "grpo_ext_row"  # the place of a completion in the step, in dictionaries for users
 _OWN = Column("row")  # a column that a user's `_generate_and_score_completions` made
 # of completions: values of any length each, one value of one shape each, or Python objects
 Values = Rows | torch.Tensor | list[Any]
@@ -173,7 +172,7 @@ class RolloutBatch:
         rows = TokenRows(torch.cat(ids).long(), prompts.lengths, completions.lengths, same, images, columns)
         return rows if self.attended is None else rows.having(ATTENDED, self.attended)
 
-    def collate(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
+    def as_trl(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
         """TRL's dictionary: padded, prompts on the left and completions on the right."""
         multiple = pad_to_multiple_of if self.widths is None else None
         prompt, completion = self.widths or (1, 1)

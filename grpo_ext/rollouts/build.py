@@ -6,7 +6,7 @@ Called by the trainer, once.
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -204,7 +204,7 @@ def _sender(view: TrainerView, snapshot: Snapshot) -> Callable[[], None]:
 
 def _worker_ahead(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> RolloutWorker:
     view, main = rollouts.view, rollouts.worker
-    images, rewards, settings = main.images, main.rewards, main.settings
+    images = main.images
     if images.prepare is not None:
         processor = copy.deepcopy(view.processing_class)
         prepare = PromptProcessor(processor, template_of(view), images.prepare.image_token)
@@ -217,23 +217,22 @@ def _worker_ahead(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> R
         with ready as model, as_in_training(model, accelerator):
             yield model
 
-    engine: Any
+    engine: Any = main.engine
     if view.use_vllm:
-        server: Any = main.engine
-        engine = VllmServer(server.generation, server.client, server.seeded)
+        engine = replace(engine, profile=nullcontext)
     else:
         engine = TransformersEngine(
-            lambda: snapshot.policy, generating, settings, images.of_transcripts, rollouts.memory
+            lambda: snapshot.policy, generating, main.settings, images.of_transcripts, rollouts.memory
         )
     models = Models(snapshot.policy, snapshot.reference, snapshot.teacher)
     twins = zip((view.model, view.ref_model, view.teacher_model), models, strict=True)
-    return RolloutWorker(
+    return replace(
+        main,
         forwards=main.forwards.copy(accelerator, [pair for pair in twins if pair[0] is not None]),
         models=lambda: models,
         engine=engine,
-        rewards=RewardRunner(rewards.device, rewards.faults, rewards.workers, rewards.async_loop),
+        rewards=replace(main.rewards, profile=nullcontext),
         images=images,
         clock=PhaseClock(),
-        settings=settings,
-        retired=main.retired,
+        show_environments=lambda transcripts: None,
     )

@@ -16,10 +16,10 @@ from ..algorithms.keyed_random import mix
 from ..batching.prompt_order import RolloutRequest, StepRows
 from ..batching.sizes import StepLayout, ceil_div
 from ..errors import ConfigError
-from ..forward.columns import ADVANTAGES, COMPLETION_MASK, KEPT_COUNTS, KEPT_IDS, RATIO, TOOL_MASK
+from ..forward.columns import ADVANTAGES, COMPLETION_MASK, KEPT_COUNTS, KEPT_IDS, RATIO, ROW, TOOL_MASK
 from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
-from ..sampling.by_user import ROW, TurnRows
+from ..sampling.by_user import TurnRows
 from ..sampling.engine import EngineSettings
 from ..sampling.keyed import FIRST_ADDED, request_keys
 from ..sampling.turn import Turn
@@ -159,7 +159,7 @@ def _dictionary(local: LocalRollout, joined: Round, source: ImageSource, setting
     columns.update(token_columns(local, transcripts, with_masked=True))
     whole = with_ratios(columns, local.settings.logprobs.ratios)
     batch = RolloutBatch.of_columns(whole, local.request.num_generations)
-    dictionary = batch.collate(settings.pad, settings.multiple)
+    dictionary = batch.as_trl(settings.pad, settings.multiple)
     masked = torch.tensor(local.settings.sampling.masked(transcripts))
     for name, value in {COMPLETION_MASK: 0, TOOL_MASK: 0, RATIO: 1}.items():  # as in TRL, on the padding too
         if name in dictionary:

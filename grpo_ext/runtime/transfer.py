@@ -1,7 +1,6 @@
 """Moves tensors together: in one buffer, and so in one copy to a device or one exchange between processes."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,43 +9,39 @@ from accelerate.utils import recursively_apply, send_to_device
 _ALIGNMENT = 16  # bytes; of the largest element
 
 
-@dataclass(frozen=True)
-class Packed:
-    """What stands for a tensor whose bytes are in a buffer."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    start: int  # of its bytes
+def _size(tensor: torch.Tensor) -> int:
+    return math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
 
 
 def pack(values: Any, pin_memory: bool = False) -> tuple[Any, torch.Tensor]:
-    """Nested values with a `Packed` for each tensor of CPU memory, and the buffer with their bytes."""
-    tensors: list[tuple[torch.Tensor, int]] = []
-    total = 0
+    """Nested values with tensors of CPU memory moved to "meta", and a buffer with their bytes, in this order."""
+    tensors: list[torch.Tensor] = []
 
-    def packed(tensor: torch.Tensor) -> torch.Tensor | Packed:
-        nonlocal total
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":
             return tensor
-        tensors.append((tensor, total))
-        total += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
-        return Packed(tensor.dtype, tensor.shape, tensors[-1][1])
+        tensors.append(tensor)
+        return tensor.detach().to("meta")
 
-    replaced = recursively_apply(packed, values)
-    buffer = torch.empty(total, dtype=torch.uint8, pin_memory=pin_memory)
-    for tensor, start in tensors:
-        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    replaced, sizes = recursively_apply(moved, values), [_size(tensor) for tensor in tensors]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin_memory)
+    for part, tensor in zip(buffer.split(sizes), tensors, strict=True):
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return replaced, buffer
 
 
 def unpack(replaced: Any, buffer: torch.Tensor) -> Any:
     """The values of `pack`, with tensors that may be written to."""
+    start = 0
 
-    def tensor(part: Packed) -> torch.Tensor:
-        size = part.shape.numel() * part.dtype.itemsize
-        return buffer[part.start : part.start + size].view(part.dtype).view(part.shape).clone()
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal start
+        if tensor.device.type != "meta":
+            return tensor
+        part, start = buffer[start : start + tensor.nbytes], start + _size(tensor)
+        return part.view(tensor.dtype).view(tensor.shape).clone()
 
-    return recursively_apply(tensor, replaced, test_type=lambda value: isinstance(value, Packed))
+    return recursively_apply(moved, replaced)
 
 
 def to_device(values: Any, device: torch.device | str) -> Any:

@@ -14,12 +14,11 @@ from transformers import GenerationConfig
 
 from ..batching.sizes import ChunkSizes
 from ..errors import RolloutError
+from ..forward.columns import ROW
 from ..runtime.collectives import uneven_collectives
 from .engine import Engine, cut_calls
 from .equal_shares import refuse_unequal_shares
 from .turn import Context, Turn, images_shown
-
-ROW = "grpo_ext_row"  # the place of a completion in the step, or the rows of a turn, in dictionaries for users
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (

@@ -4,7 +4,7 @@ Differs from TRL, where one padded dictionary serves both. It is made here too, 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,10 +12,6 @@ import torch
 from ..batching.micro_batches import MicroBatch
 from ..forward.columns import COLUMNS, COMPLETION_MASK, Rows
 from ..forward.rows import TokenRows, unpadded
-from ..rollouts.batch import ROW, RolloutBatch
-from ..rollouts.images import ImageSource
-from ..runtime.transfer import to_device
-from .settings import StepSettings
 from .statistics import StepContext
 
 LENGTHS = "lengths"
@@ -52,20 +48,6 @@ class LossInputs:
         return loss
 
 
-@dataclass(frozen=True)
-class Collation:
-    images: ImageSource  # from the columns of completions
-    pad_token_id: int
-    multiple: int  # widths are filled up to a multiple of this
-    device: torch.device  # of the columns; rows stay on the CPU
-
-
-def step_rows(rollout: RolloutBatch, selected: RolloutBatch, images: ImageSource) -> TokenRows:
-    """The tokens of some completions of a step, with the lengths of their whole groups."""
-    lengths = [rollout.group_lengths[group] for group in selected.groups]
-    return replace(selected.token_rows(images.of_batch(selected.columns)), group_lengths_B=lengths)
-
-
 def loss_columns(columns: Mapping[str, Any], rows: TokenRows) -> dict[str, torch.Tensor]:
     """What the loss reads, by TRL's names, from columns of unpadded or padded rows; and `LENGTHS`, those of the rows.
 
@@ -82,21 +64,3 @@ def loss_columns(columns: Mapping[str, Any], rows: TokenRows) -> dict[str, torch
         elif column is not None:
             of_loss[name] = unpadded(column, lengths)
     return {name: values.long() if values.dtype == torch.bool else values for name, values in of_loss.items()}
-
-
-def collate(
-    selected: RolloutBatch,
-    rows: TokenRows,
-    part: MicroBatch,
-    step: StepContext,
-    collation: Collation,
-    settings: StepSettings,
-) -> LossInputs:
-    """A micro-batch from its completions and their tokens."""
-    batch: dict[str, Any] = {}
-    if settings.in_trl_form:
-        batch = selected.collate(collation.pad_token_id, collation.multiple)
-        batch["attention_mask"] = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        batch[ROW] = torch.tensor(part.rows)
-    columns, padded = to_device((loss_columns(selected.columns, rows), batch), collation.device)
-    return LossInputs(step, part, selected.groups, rows, columns, padded)

@@ -20,18 +20,21 @@ from accelerate.utils.memory import clear_device_cache
 from ..algorithms.keyed_random import DROPOUT_STREAM, derive_key
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..errors import MemoryShortageError, PrecisionError, counted
+from ..forward.columns import ROW
 from ..forward.dropout import is_keyed
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
 from ..precision.non_finite import explanation, first_module
 from ..rollouts.batch import RolloutBatch
+from ..rollouts.images import ImageSource
 from ..runtime.attributes import temporarily_set
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import gather_lists, max_over_processes, raise_on_all, uneven_collectives
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
+from ..runtime.transfer import to_device
 from ..view import TrainerView
 from .gradients import FixedPointGradients, NativeGradients, refuse_gradient_hooks
-from .inputs import Collation, LossInputs, collate, step_rows
+from .inputs import LossInputs, loss_columns
 from .record import StepRecord
 from .settings import StepSettings, step_settings_of
 from .statistics import MicroBatchStatistics, StepContext, StepMetrics, StepPlan, count_step, loss_mask, set_statistics
@@ -51,7 +54,6 @@ class Attempt:
     run: Callable[[LossInputs], torch.Tensor]  # computes a micro-batch's part of the loss
     plan: StepPlan
     forwards: ForwardRunner
-    collation: Collation
     clock: PhaseClock
     gradients: NativeGradients | None  # None where an engine (FSDP, DeepSpeed) adds them up
     record: StepRecord | None  # where the step is run again
@@ -108,15 +110,22 @@ class Attempt:
 
     def micro_batches(self) -> Iterator[LossInputs]:
         for part in self.plan.micro_batches:
-            selected = self.rollout.select(part.rows)
-            rows = self.with_dropout(step_rows(self.rollout, selected, self.collation.images), part.rows)
-            self.current = collate(selected, rows, part, self.step, self.collation, self.settings)
+            selected, rows, padded = self.rollout.select(part.rows), self.token_rows(part.rows), dict[str, Any]()
+            if self.settings.in_trl_form:
+                padded = selected.as_trl(self.planner.view.tokenizer.pad_token_id, self.forwards.multiple)
+                padded["attention_mask"] = torch.cat([padded["prompt_mask"], padded["completion_mask"]], dim=1)
+                padded[ROW] = torch.tensor(part.rows)
+            values = loss_columns(selected.columns, rows), padded
+            columns, padded = to_device(values, self.forwards.accelerator.device)
+            self.current = LossInputs(self.step, part, selected.groups, rows, columns, padded)
             yield self.current
 
     def token_rows(self, places: Sequence[int]) -> TokenRows:
         """The tokens of these completions of the step, which may come in any order and repeatedly."""
-        rows = step_rows(self.rollout, self.rollout.select(places), self.collation.images)
-        return self.with_dropout(rows, places)
+        selected = self.rollout.select(places)
+        rows = selected.token_rows(self.planner.images.of_batch(selected.columns))
+        lengths = [self.rollout.group_lengths[group] for group in selected.groups]
+        return self.with_dropout(replace(rows, group_lengths_B=lengths), places)
 
     def with_dropout(self, rows: TokenRows, places: Sequence[int]) -> TokenRows:
         if self.dropout is None:
@@ -202,7 +211,7 @@ class Attempt:
 class StepPlanner:
     forwards: ForwardRunner
     clock: PhaseClock
-    collation: Collation
+    images: ImageSource
     cost: TokenCost  # by which groups are assigned to processes
     limits: MicroBatchLimits  # those of training
     view: TrainerView
@@ -235,7 +244,6 @@ class StepPlanner:
                 run=functools.partial(self.view.loss_of, model),
                 plan=self._planned(model, rollout, settings),
                 forwards=self.forwards,
-                collation=self.collation,
                 clock=self.clock,
                 gradients=gradients,
                 record=self.record if settings.training else None,

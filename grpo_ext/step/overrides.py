@@ -17,11 +17,10 @@ from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
 from ..forward.architecture import experts_per_token
-from ..forward.columns import COLUMNS
+from ..forward.columns import COLUMNS, ROW
 from ..forward.images import RowImages
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, TrlLogProbs, known_of, padded_ids_and_mask
-from ..rollouts.batch import ROW
 from ..runtime.attributes import temporarily_set
 from ..runtime.transfer import to_device
 from ..view import TrainerView
@@ -145,7 +144,7 @@ class LossOverrides:
     def _of_own_step(self, inputs: dict[str, Any]) -> LossInputs:
         """A batch of the user's own as a step; its groups are whole, from its first row on."""
         self._refuse_with_replay()
-        mask, images = loss_mask(inputs), self.planner.collation.images.of_batch(inputs)
+        mask, images = loss_mask(inputs), self.planner.images.of_batch(inputs)
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), self.view.group_size)
         metrics, counts = StepMetrics(self.view.accelerator.device), step_counts(mask.sum(1).tolist(), groups)
         step = StepContext(counts, metrics, top_k=experts_per_token(self.view.model))

@@ -133,7 +133,7 @@ def main(completions: int = 256, tokens: int = 2048, kept: int = 0) -> None:
         watch.around(trainer._rollouts, "join", "join")
         watch.around(RolloutBatch, "select", "select")
         watch.around(RolloutBatch, "token_rows", "token rows")
-        watch.around(optimizer_step, "collate", "collate")
+        watch.around(optimizer_step, "loss_columns", "loss columns")
         trainer.train()
     if PartialState().is_main_process:
         labels = {label: None for part in watch.rounds[1:] for label in part}

@@ -158,7 +158,7 @@ def test_tokens_are_padded_for_a_loss_only_where_an_override_reads_them(tmp_path
             assert all(column.dim() == 1 or column.size(1) == 1 for column in micro_batch.columns.values())
             return super()._loss_of(model, micro_batch)
 
-    for owner, name in ((RolloutBatch, "collate"), (rows, "pad_sequence"), (policy_losses, "pad_sequence")):
+    for owner, name in ((RolloutBatch, "as_trl"), (rows, "pad_sequence"), (policy_losses, "pad_sequence")):
         monkeypatch.setattr(owner, name, noted(calls, getattr(owner, name)))
     build(tmp_path, Seen, override, max_steps=1).train()
     assert bool(calls) is padded

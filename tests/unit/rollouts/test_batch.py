@@ -17,7 +17,7 @@ def test_rows_are_padded_to_the_longest_of_them_with_neutral_values():
     tokens = {name: [[2.0] * len(ids) for ids in COMPLETIONS] for name in names}
     rollout = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2, tool_mask=tool_mask, **tokens)
     assert [mask.tolist() for mask in rollout.loss_masks] == tool_mask
-    batch = rollout.select([3, 0]).collate(0)
+    batch = rollout.select([3, 0]).as_trl(0)
     assert {name: value.tolist() for name, value in batch.items()} == {
         "prompt_ids": [[0, 4, 5], [3, 4, 5]],
         "prompt_mask": [[0, 1, 1], [1, 1, 1]],
@@ -31,6 +31,6 @@ def test_rows_are_padded_to_the_longest_of_them_with_neutral_values():
 
 
 def test_missing_fields_of_the_loss_are_named():
-    scored = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2).collate(0)
+    scored = batch_of_rows(PROMPTS, COMPLETIONS, ADVANTAGES, 2).as_trl(0)
     with pytest.raises(RolloutError, match="returned no prompt_mask, advantages; the loss needs them"):
         gather_scored(scored | {"prompt_mask": None, "advantages": None}, 4, 2)
