@@ -21,8 +21,10 @@ PROMPT_IDS, PROMPT_MASK, COMPLETION_IDS = "prompt_ids", "prompt_mask", "completi
 COMPLETION_MASK, TOOL_MASK, ADVANTAGES = "completion_mask", "tool_mask", "advantages"
 OLD_LOGPS, SAMPLING_LOGPS, RATIO = "old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"
 TEACHER_LOGPS = "teacher_per_token_logps"  # TRL's dictionary has it too, so that overrides pass it on
-SAMPLER_LOGPS, KEPT_MASS, KEPT_COUNTS, KEPT_IDS = "sampler_logps", "kept_mass", "kept_counts", "kept_ids"
-EXPERTS, ROW_IMAGES, ATTENDED, DROPOUT = "experts", "row_images", "attended", "dropout"
+SAMPLER_LOGPS, KEPT_COUNTS, KEPT_IDS, EXPERTS = "sampler_logps", "kept_counts", "kept_ids", "experts"
+ROW_IMAGES = "row_images"
+# never in a rollout batch, where columns of a user may have any name
+KEPT_MASS, ATTENDED, DROPOUT = "grpo_ext_kept_mass", "grpo_ext_attended", "grpo_ext_dropout"
 ROW = "grpo_ext_row"  # the place of a completion in the step, or the rows of a turn, in dictionaries for users
 # columns by the model that scores, a field of `worker.Models`
 MODEL_LOGPS = {"policy": OLD_LOGPS, "reference": "ref_per_token_logps", "teacher": TEACHER_LOGPS}

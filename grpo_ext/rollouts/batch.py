@@ -187,8 +187,9 @@ class RolloutBatch:
                 batch[name] = column
                 continue
             side, width = ("left", prompt) if kind.extent == "prompt" else ("right", completion)
-            rows = column if column.values.is_floating_point() else replace(column, values=column.values.long())
-            batch[name] = rows.padded(pad_token_id if kind.fill is None else kind.fill, side, multiple, width)
+            if self.widths is None and not column.values.is_floating_point():  # else they have a user's type
+                column = replace(column, values=column.values.long())
+            batch[name] = column.padded(pad_token_id if kind.fill is None else kind.fill, side, multiple, width)
         return batch
 
 

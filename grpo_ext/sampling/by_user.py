@@ -52,6 +52,8 @@ class UserTurns(Engine):
     function: Callable[..., Any]  # `_generate_single_turn`
     accelerator: Accelerator
     sharded: bool  # a forward is a collective, so the chunks of a process are one call
+    # whether a row ended, by its ids, for rows that TRL's method made in a rollout batch
+    ends: dict[tuple[int, ...], bool | None] = field(default_factory=dict, init=False)
 
     def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
         sampled = dict[int, Turn]()
@@ -67,14 +69,14 @@ class UserTurns(Engine):
                 raise RolloutError(
                     f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
                 )
-            ends = {tuple(turn.ids): turn.ended for turn in of_turn.made}
+            self.ends.update({tuple(turn.ids): turn.ended for turn in of_turn.made})
             values: Sequence[Any] = [None] * len(ids) if logps is None else logps
             if wrong := [place for place, v in enumerate(values) if v is not None and len(v) != len(ids[place])]:
                 raise RolloutError(
                     f"_generate_single_turn returned {len(values[wrong[0]])} log-probabilities for the "
                     f"{len(ids[wrong[0]])} tokens of completion {wrong[0]}; return one for each token, or None."
                 )
-            turns = (Turn.of(i, v, ended=ends.get(tuple(i))) for i, v in zip(ids, values, strict=True))
+            turns = (Turn.of(i, v, ended=self.ends.get(tuple(i))) for i, v in zip(ids, values, strict=True))
             sampled |= zip(indices, turns, strict=True)
         return [sampled[index] for index in range(len(rows))]
 

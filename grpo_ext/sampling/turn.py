@@ -67,7 +67,8 @@ class Turn:
     ) -> Turn:
         """A turn from the lists of a user's function or of vLLM."""
         columns: dict[str, torch.Tensor] = {}
-        known = torch.tensor([math.nan if value is None else float(value) for value in logps or [None] * len(ids)])
+        values = [None] * len(ids) if logps is None else logps
+        known = torch.tensor([math.nan if value is None else float(value) for value in values])
         if logps is not None:
             columns[SAMPLING_LOGPS] = known
         if kept_ids is not None:

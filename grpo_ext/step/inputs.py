@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..batching.micro_batches import MicroBatch
-from ..forward.columns import COLUMNS, COMPLETION_MASK, Rows
+from ..forward.columns import COLUMNS, COMPLETION_MASK, Column
 from ..forward.rows import TokenRows, unpadded
 from .statistics import StepContext
 
@@ -57,10 +57,20 @@ def loss_columns(columns: Mapping[str, Any], rows: TokenRows) -> dict[str, torch
     of_loss = {LENGTHS: torch.tensor(lengths), COMPLETION_MASK: torch.ones(sum(lengths), dtype=torch.long)}
     for name, kind in COLUMNS.items():
         column = columns.get(name) if kind.loss else None
-        if isinstance(column, Rows) and column.lengths == lengths:
-            of_loss[name] = column.values
-        elif isinstance(column, torch.Tensor) and kind.of_rows and column.numel() == len(lengths):
-            of_loss[name] = column.reshape(-1, 1)
+        if isinstance(column, torch.Tensor):
+            of_loss[name] = _of_rows(column, kind, lengths)
         elif column is not None:
-            of_loss[name] = unpadded(column, lengths)
+            of_loss[name] = column.values if column.lengths == lengths else unpadded(column, lengths)
     return {name: values.long() if values.dtype == torch.bool else values for name, values in of_loss.items()}
+
+
+def _of_rows(values: torch.Tensor, kind: Column, lengths: Sequence[int]) -> torch.Tensor:
+    """Values of each row, (B, 1), or of its tokens, (S,), from a tensor that broadcasts to (B, T)."""
+    rows, longest = len(lengths), max(lengths, default=0)
+    values_BT = (values if values.dim() > 1 else values.reshape(-1, 1)).expand(rows, -1)
+    if values_BT.size(1) == 1:
+        if kind.of_rows:
+            return values_BT
+        values_BT = values_BT.expand(rows, longest)
+    missing = max(longest - values_BT.size(1), 0)  # of an override that made completions longer
+    return unpadded(torch.nn.functional.pad(values_BT, (0, missing), value=kind.fill or 0), lengths)

@@ -109,7 +109,7 @@ def _add_sampler_difference(batch: TokenBatch, micro_batch: LossInputs) -> None:
     begins_B1 = (batch.lengths_B.cumsum(0) - batch.lengths_B)[:, None]
     place_S = torch.arange(len(known_S), device=known_S.device) - batch.spread(begins_B1)
     for name, start, end in _DEPTHS:
-        if start < max(micro_batch.rows.completions_B):
+        if not start or start < max(micro_batch.rows.completions_B):
             metrics.add_tokens(name, difference_S, known_S * (place_S >= start) * (place_S < end), weight)
 
 
