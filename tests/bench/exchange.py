@@ -6,6 +6,7 @@ Completions (256 of 2,048 tokens, 8 for each prompt, without replay) are given, 
 runs. Prints the medians of ROUNDS rollout batches after a first one, on the main process.
 """
 
+import functools
 import json
 import statistics
 import sys
@@ -94,10 +95,16 @@ def scored(self: Any, model: Any, rows: Any, *args: Any) -> tuple[torch.Tensor, 
     return torch.rand(sum(rows.completions_B)), None
 
 
-def recorded(tokens: int, kept: int) -> dict[str, torch.Tensor]:
-    """Columns of a completion whose tokens were sampled from so many ids each."""
-    counts, ids = torch.full((tokens,), kept, dtype=torch.int32), torch.arange(5, 5 + kept, dtype=torch.int32)
-    return {SAMPLER_LOGPS: torch.zeros(tokens), KEPT_COUNTS: counts, KEPT_IDS: ids.repeat(tokens)}
+def recorded(place: int, tokens: int, kept: int) -> dict[str, torch.Tensor]:
+    """Columns of a completion whose tokens were sampled from so many ids each, on average."""
+    if not kept:
+        return {}
+    counts = torch.randint(1, 2 * kept, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(place))
+    return {
+        SAMPLER_LOGPS: -torch.rand(tokens),
+        KEPT_COUNTS: counts,
+        KEPT_IDS: torch.arange(int(counts.sum())).int() % 20,
+    }
 
 
 def main(completions: int = 256, tokens: int = 2048, kept: int = 0) -> None:
@@ -108,7 +115,7 @@ def main(completions: int = 256, tokens: int = 2048, kept: int = 0) -> None:
     settings = {"global_batch_size": completions, "num_generations": 8, "per_device_train_batch_size": 8}
     settings |= {"max_steps": ROUNDS + 1, "num_iterations": 1, "rollout_lag": 0, "max_completion_length": tokens}
     settings |= {"beta": 0.1, "learning_rate": 1e-9, "save_strategy": "no", "trail": False}
-    settings |= {"sampling_mask": "replay", "top_k": kept} if kept else {}
+    settings |= {"sampling_mask": "replay", "top_k": 2 * kept} if kept else {}
     with tempfile.TemporaryDirectory() as folder:
         settings["train_dataset"] = prompts(completions // 8 * (ROUNDS + 1))
         trainer = make(
@@ -118,7 +125,7 @@ def main(completions: int = 256, tokens: int = 2048, kept: int = 0) -> None:
             **settings,
         )
         rows = torch.randint(5, 24, (completions, tokens), generator=generator).tolist()
-        give_completions(trainer, rows, recorded(tokens, kept) if kept else {})
+        give_completions(trainer, rows, functools.partial(recorded, tokens=tokens, kept=kept))
         ForwardRunner.rollout_log_probs = scored  # type: ignore[method-assign,assignment]
         trainer._loss_of = lambda model, micro_batch: micro_batch.add_loss(
             0.0 * sum(p.sum() for p in model.parameters())

@@ -1,6 +1,6 @@
 """A trainer's rollouts under a test's hand: completions that are given, and forwards that count as collectives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,13 @@ def sampled_chunk(
         return [row.ids for row in sample_chunk(model, rows, config, settings)]
 
 
-def give_completions(trainer: Any, rows: Sequence[list[int]], columns: Mapping[str, Any] = {}) -> None:
-    """Let every rollout batch have these completions, by the place of the transcript, with columns of each."""
+def give_completions(
+    trainer: Any, rows: Sequence[list[int]], columns_of: Callable[[int], Mapping[str, Any]] = lambda place: {}
+) -> None:
+    """Let every rollout batch have these completions, and their columns, by the place of the transcript."""
 
     def generate(transcripts: Sequence[Any], config: Any, sizes: Any) -> list[Any]:
-        return [Turn(list(rows[transcript.place]), columns) for transcript in transcripts]
+        return [Turn(list(rows[t.place]), columns_of(t.place)) for t in transcripts]
 
     trainer._rollouts.worker.engine.generate = generate
 
