@@ -167,9 +167,7 @@ def digest_of(ids: Sequence[int], mask: int) -> str:
     return digest(row, torch.full_like(row, mask))
 
 
-def token_columns(
-    local: LocalRollout, transcripts: Sequence[Transcript], with_masked: bool = False
-) -> dict[str, Rows | torch.Tensor]:
+def token_columns(local: LocalRollout, transcripts: Sequence[Transcript], with_masked: bool = False) -> dict[str, Rows]:
     """The columns of a rollout batch, except advantages and images.
 
     A completion that is masked out has no tokens, unless `with_masked`.
@@ -181,14 +179,13 @@ def token_columns(
     def rows(name: str, values: Sequence[Any]) -> Rows:
         return Rows.of([row[:n] for row, n in zip(values, lengths, strict=True)], COLUMNS[name].dtype)
 
-    columns: dict[str, Rows | torch.Tensor] = {
+    columns = {
         PROMPT_IDS: Rows.of([t.prompt_ids for t in transcripts], COLUMNS[PROMPT_IDS].dtype),
         COMPLETION_IDS: rows(COMPLETION_IDS, [t.ids for t in transcripts]),
     }
     if local.has_mask:
         columns[TOOL_MASK] = rows(TOOL_MASK, [t.mask for t in transcripts])
-    columns |= _recorded(local, transcripts, lengths)
-    return columns
+    return columns | _recorded(local, transcripts, lengths)
 
 
 def with_ratios(columns: Mapping[str, Any], rule: RatioRule | None) -> Mapping[str, Any]:
