@@ -79,6 +79,8 @@ class TrlMethods:
         In a `rollout_func` prompt i has the key of its place; further prompts, and further calls, draw other random
         numbers.
         """
+        if isinstance(prompts, str) or not len(prompts):
+            raise ConfigError(f"trainer.generate takes a list of prompts, texts or messages, and got {prompts!r}.")
         if (local := self.worker.in_progress) is None:
             settings = self.rollouts.settings_now()
             local = LocalRollout(self._own_request(len(prompts), settings.sampling.num_generations), settings)

@@ -84,6 +84,12 @@ def changed_turns(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return {**output, "bonus": [0.2 * (place % 3) for place in range(len(prompts))]}
 
 
+@pytest.mark.parametrize("prompts", ["ab>", []])
+def test_generate_takes_a_list_of_prompts(tmp_path, prompts):
+    with pytest.raises(ConfigError, match="takes a list of prompts"):
+        build(tmp_path, GRPOTrainer).generate(prompts)
+
+
 def test_generate_samples_what_the_trainer_would(tmp_path):
     """By its engine and keys, also with masks to replay; further calls draw other random numbers."""
     seen: list[Any] = []
