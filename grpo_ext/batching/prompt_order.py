@@ -17,9 +17,19 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from ..algorithms.keyed_random import FURTHER_STREAM, ORDER_STREAM, derive_key
+from ..algorithms.keyed_random import (
+    EVAL_STREAM,
+    FURTHER_STREAM,
+    ORDER_STREAM,
+    TRAIN_STREAM,
+    completion_keys,
+    derive_key,
+    mix,
+)
 from ..errors import ConfigError
 from .sizes import BatchGeometry, EpochLayout, StepLayout, ceil_div, process_prompts, step_layout
+
+FIRST_ADDED = 1 << 40  # prompts that a user's override adds are numbered from here
 
 
 @dataclass(frozen=True)
@@ -239,3 +249,18 @@ def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> Ste
     loader = StepLoader(dataset, batch_sampler=keys, collate_fn=itemgetter(0))
     loader.micro_batches = ceil_div(len(rows) * rule.num_generations, rule.num_processes * micro_batch)
     return loader
+
+
+def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:
+    """Keys of rows of this process, one per completion; a user's override may sample more rows than the request has.
+
+    `repeat` is how often an override has called TRL's method before; each call draws other random numbers.
+    """
+    stream = TRAIN_STREAM if training else EVAL_STREAM
+    place, group = (stream, request.epoch, request.layout.rollout), request.num_generations
+    prompts = (torch.tensor(list(request.prompts)) + request.first_prompt).repeat_interleave(group)
+    keys_B = completion_keys(seed, *place, prompts, torch.arange(group).repeat(len(request.prompts)))
+    if (missing := rows - len(keys_B)) > 0:
+        prompts = torch.arange(missing) + FIRST_ADDED + (request.prompts.start << 20)
+        keys_B = torch.cat([keys_B, completion_keys(seed, *place, prompts, torch.zeros_like(prompts))])
+    return (mix(keys_B, repeat) if repeat else keys_B)[:rows].tolist()

@@ -7,6 +7,7 @@ from transformers import GenerationConfig, StopStringCriteria
 
 from .. import compat
 from ..algorithms.policy_losses import POLICY_LOSSES
+from ..batching.sizes import BatchGeometry, EpochLayout, ceil_div
 from ..errors import ConfigError, did_you_mean
 from ..forward.architecture import base_model_of
 from ..rollouts.settings import LOGPS, SCORE, template_of
@@ -154,3 +155,22 @@ def _end_of_prompt(view: TrainerView) -> str:
         return text.rstrip()
     except Exception:  # no template, or one that refuses this prompt
         return ""
+
+
+def check_equal_shares(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
+    """Raise a ConfigError for rollout batches, the last of an epoch too, that vLLM's processes cannot share evenly.
+
+    Tensor parallel engines need equal shares; other engines have only been run with equal shares. `num_prompts` of the
+    training set is None where unknown.
+    """
+    processes, prompts, tail = geometry.num_processes, geometry.prompts_per_rollout, 0
+    if num_prompts is not None:
+        trained = EpochLayout(geometry, num_prompts, drop_last).trained_completions
+        tail = ceil_div(trained, geometry.num_generations) % prompts
+    if processes > 1 and (prompts % processes or tail % processes):
+        raise ConfigError(
+            f"use_vllm needs equal shares: rollout batches of {prompts} prompts (last of an epoch: {tail or prompts})"
+            f" on {processes} processes; choose a rollout_batch_size that is a multiple of num_generations * "
+            f"{processes} = {geometry.num_generations * processes}, and a data set (or dataloader_drop_last=True) whose"
+            " last rollout batch is one too."
+        )

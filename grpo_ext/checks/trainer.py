@@ -31,7 +31,7 @@ from ..run.checkpoint import create_output_dir
 from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
-from ..sampling.equal_shares import check_equal_shares, why_equal
+from ..sampling.equal_shares import why_equal
 from ..sampling.sampler import Sampler
 from ..sampling.vllm import SENT
 from ..settings import named, refuse_excluded
@@ -196,7 +196,7 @@ def check_trainer(
     models.check_optimizer(view.optimizer, policy, shards_parameters(view.accelerator))
     check_weights(view.optimizer, policy)
     if not sampler.pads:
-        check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
+        settings.check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
     dependent = models.split_dependence(policy, config.neftune_noise_alpha)
     uncovered = refuse_split_dependence(dependent, config.allow_split_dependent)
     if config.bitwise_invariant:

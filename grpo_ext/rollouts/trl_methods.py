@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from ..algorithms.keyed_random import mix
-from ..batching.prompt_order import RolloutRequest, StepRows
+from ..batching.prompt_order import FIRST_ADDED, RolloutRequest, StepRows, request_keys
 from ..batching.sizes import StepLayout, ceil_div
 from ..errors import ConfigError
 from ..forward.columns import ADVANTAGES, COMPLETION_MASK, KEPT_COUNTS, KEPT_IDS, RATIO, ROW, TOOL_MASK
@@ -21,7 +21,6 @@ from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
 from ..sampling.by_user import TurnRows
 from ..sampling.engine import EngineSettings
-from ..sampling.keyed import FIRST_ADDED, request_keys
 from ..sampling.turn import Turn
 from .batch import RolloutBatch, Values
 from .images import ImageSource

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..batching.prompt_order import StepRows
+from ..batching.prompt_order import StepRows, request_keys
 from ..compat import as_reference
 from ..errors import RolloutError
 from ..forward.columns import EXPERTS, MODEL_LOGPS
@@ -29,7 +29,6 @@ from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process
 from ..sampling.decoding import unique
 from ..sampling.engine import Engine, EngineSettings
-from ..sampling.keyed import request_keys
 from ..sampling.sampler import Sampler
 from ..sampling.turn import Turn
 from .batch import RolloutBatch

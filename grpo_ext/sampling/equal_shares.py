@@ -5,8 +5,7 @@ Used by checks before training, and where completions are sampled.
 
 from typing import Any
 
-from ..batching.sizes import BatchGeometry, EpochLayout, ceil_div
-from ..errors import ConfigError, RolloutError
+from ..errors import RolloutError
 from ..runtime.collectives import gather_lists
 
 UNEQUAL_SHARES = "vLLM cuts what several processes sampled together as if each had the same number of rows"
@@ -30,23 +29,4 @@ def refuse_unequal_shares(caller: str, rows: int, reason: str) -> None:
         raise RolloutError(
             f"{caller} would sample {min(counts)} to {max(counts)} completions on this number of processes, and "
             f"{reason}; use a number of prompts (also for evaluation) that they share evenly."
-        )
-
-
-def check_equal_shares(geometry: BatchGeometry, num_prompts: int | None, drop_last: bool) -> None:
-    """Raise a ConfigError for rollout batches, the last of an epoch too, that vLLM's processes cannot share evenly.
-
-    Tensor parallel engines need equal shares; other engines have only been run with equal shares. `num_prompts` of the
-    training set is None where unknown.
-    """
-    processes, prompts, tail = geometry.num_processes, geometry.prompts_per_rollout, 0
-    if num_prompts is not None:
-        trained = EpochLayout(geometry, num_prompts, drop_last).trained_completions
-        tail = ceil_div(trained, geometry.num_generations) % prompts
-    if processes > 1 and (prompts % processes or tail % processes):
-        raise ConfigError(
-            f"use_vllm needs equal shares: rollout batches of {prompts} prompts (last of an epoch: {tail or prompts})"
-            f" on {processes} processes; choose a rollout_batch_size that is a multiple of num_generations * "
-            f"{processes} = {geometry.num_generations * processes}, and a data set (or dataloader_drop_last=True) whose"
-            " last rollout batch is one too."
         )

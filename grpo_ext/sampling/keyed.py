@@ -14,8 +14,7 @@ import torch
 import transformers
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
 
-from ..algorithms.keyed_random import EVAL_STREAM, TRAIN_STREAM, choose, completion_keys, mix, uniform
-from ..batching.prompt_order import RolloutRequest
+from ..algorithms.keyed_random import choose, uniform
 from ..config import NO_REPLAY, Replay
 from ..forward.architecture import base_model_of
 from ..forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, KEPT_MASS, SAMPLER_LOGPS, first_tokens
@@ -51,7 +50,6 @@ _ADD_UP = (transformers.TopHLogitsWarper, transformers.TopPLogitsWarper, transfo
 MOST_KEPT = 512  # tokens of a replayed mask without top_k
 _AT_ONCE = 64  # tokens whose records are brought to the host together
 _DRAW = 16  # tokens whose random numbers are drawn at once
-FIRST_ADDED = 1 << 40  # prompts that a user's override adds are numbered from here
 NEW_TOKENS = 20  # of a row by default, as in transformers
 
 # settings that change scores by earlier tokens, or at single positions, and their values without effect
@@ -372,18 +370,3 @@ def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: Generation
     readers = (*_READERS, *([counter] if config.min_new_tokens is None else []))
     padded = any(padding_B)
     return LogitsProcessorList(OwnTokens(p, padding_B) if padded and isinstance(p, readers) else p for p in processors)
-
-
-def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:
-    """Keys of rows of this process, one per completion; a user's override may sample more rows than the request has.
-
-    `repeat` is how often an override has called TRL's method before; each call draws other random numbers.
-    """
-    stream = TRAIN_STREAM if training else EVAL_STREAM
-    place, group = (stream, request.epoch, request.layout.rollout), request.num_generations
-    prompts = (torch.tensor(list(request.prompts)) + request.first_prompt).repeat_interleave(group)
-    keys_B = completion_keys(seed, *place, prompts, torch.arange(group).repeat(len(request.prompts)))
-    if (missing := rows - len(keys_B)) > 0:
-        prompts = torch.arange(missing) + FIRST_ADDED + (request.prompts.start << 20)
-        keys_B = torch.cat([keys_B, completion_keys(seed, *place, prompts, torch.zeros_like(prompts))])
-    return (mix(keys_B, repeat) if repeat else keys_B)[:rows].tolist()

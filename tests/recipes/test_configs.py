@@ -9,8 +9,8 @@ import re
 import pytest
 
 from grpo_ext.batching.sizes import geometry_of
+from grpo_ext.checks.settings import check_equal_shares
 from grpo_ext.rewards.registry import resolve_rewards
-from grpo_ext.sampling.equal_shares import check_equal_shares
 from tests.support.selection import few_of
 from tests.support.toy_recipe import (
     CONFIGS,

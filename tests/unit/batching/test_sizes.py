@@ -17,9 +17,9 @@ from grpo_ext.batching.sizes import (
     geometry_of,
     process_prompts,
 )
+from grpo_ext.checks.settings import check_equal_shares
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
-from grpo_ext.sampling.equal_shares import check_equal_shares
 
 
 def resolve(num_processes: int = 1, **settings) -> BatchGeometry:

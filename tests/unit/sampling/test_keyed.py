@@ -16,12 +16,11 @@ from scipy import stats
 from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.batching.prompt_order import ProcessSlices
+from grpo_ext.batching.prompt_order import ProcessSlices, request_keys
 from grpo_ext.batching.sizes import BatchGeometry, ChunkSizes, EpochLayout
 from grpo_ext.rollouts.transcript import Transcript
 from grpo_ext.runtime.out_of_memory import Halving
 from grpo_ext.sampling.engine import EngineSettings, TransformersEngine, cut_calls, sample_chunk
-from grpo_ext.sampling.keyed import request_keys
 from tests.support.rollouts import sampled_chunk
 from tests.support.selection import few_of
 from tests.support.tiny import tiny_model
