@@ -42,14 +42,16 @@ def runs(tmp_path_factory, request) -> Any:
         if processes not in done and wanted[processes]:
             done.add(processes)
             assert not (output := launched(folders[processes], processes, *wanted[processes])), output
-        files = sorted(folders[processes].glob(f"{name}-{size}-*.pt"))
+        files = sorted(folders[processes].glob(f"{name}-{size}-*.pt"))  # by rank
         return [torch.load(path, weights_only=False) for path in files]
 
     return result
 
 
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_same(one: dict[str, Any], other: dict[str, Any], rank: int = 0) -> None:
     for column, values in one["table"].items():
+        if rank and column in ("prompt", "completion"):  # the main process alone has the texts
+            values = [None] * len(values)
         numbers = all(value is None or isinstance(value, float) for value in values)
         same = pytest.approx(values, abs=1e-5, nan_ok=True) if numbers else values
         assert other["table"][column] == same, column
@@ -73,8 +75,8 @@ def test_what_tools_answer_and_what_is_learned_do_not_depend_on_the_split(runs, 
     (alone,) = runs(name, 1, 24)
     seen = runs(name, processes, size)
     assert len(seen) == processes
-    for other in seen:
-        assert_same(alone, other)
+    for rank, other in enumerate(seen):
+        assert_same(alone, other, rank)
 
 
 @pytest.mark.parametrize("name", [marked(name, full=name in FULL) for name in NAMES if name != "ahead"])

@@ -285,7 +285,6 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
     finally:
         engine.sample_chunk = sample
     rollout: Any = trainer._rollouts.current.batch
-    tokens = ("prompt_ids", "completion_ids", "completion_mask", "tool_mask")
     timed = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos")
     log = [
         {key: value for key, value in line.items() if key not in timed and not key.startswith(("profiling", "time/"))}
@@ -297,7 +296,8 @@ def train(folder: Path, name: str, size: int, resume: str | None = None, **setti
         "update": parameters(trainer) - before,
         "log": log,
         "table": table,
-        "rollout": {key: list(rollout.columns[key]) for key in tokens},
+        "rollout": {key: list(rollout[key]) for key in ("prompt_ids", "completion_ids", "tool_mask")}
+        | {"completion_mask": list(rollout.completion_masks)},
         "weights": parameters(trainer),
         "turns": turns,
         "calls": calls_here[0],
