@@ -110,7 +110,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ("not abs(number) <= _LARGEST", "abs(number) > _LARGEST", GUARD),
         ("if len(values) != self.record.rows:", "if len(values) < self.record.rows:", GUARD),
     ],
-    "sampling/keyed.py": [
+    "batching/prompt_order.py": [
         ("(torch.tensor(list(request.prompts)) +", "(torch.arange(len(request.prompts)) +", f"{KEYED} -k keys")
     ],
     "sampling/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
