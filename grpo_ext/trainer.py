@@ -303,8 +303,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             with temporarily_set_each([(self, accumulation), (self.args, sizes)]), self.compute_loss_context_manager():
                 return micro_batch.add_loss(self.compute_loss(model, inputs, **options))
         with self.compute_loss_context_manager(), compat.profiling_context(self, "compute_loss"):
-            given = micro_batch.rows, self.aux_loss_enabled, micro_batch.padded
-            scores = self._forwards.micro_batch_log_probs(model, *given)
+            run, router = self._forwards.micro_batch_log_probs, self.aux_loss_enabled
+            scores = run(model, micro_batch.rows, router, micro_batch.padded)
             return micro_batch.add_loss(assemble_loss(loss_config_of(self._view), micro_batch, scores))
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:

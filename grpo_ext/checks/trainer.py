@@ -32,7 +32,7 @@ from ..run.optimizer import check_weights
 from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from ..sampling.equal_shares import why_equal
-from ..sampling.sampler import Sampler
+from ..sampling.sampler import Sampler, suppressed_in
 from ..sampling.vllm import SENT
 from ..settings import named, refuse_excluded
 from ..step.gradients import refuse_gradient_hooks
@@ -274,7 +274,7 @@ def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[
 
 def built_for(view: TrainerView, rollouts: Rollouts) -> dict[str, Any]:
     engine, prepare = view.vllm_generation, rollouts.images.prepare
-    tokens = [ids.tolist() for ids in rollouts.sampler.suppressed] if view.use_vllm is view.args.use_vllm else None
+    tokens = [ids.tolist() for ids in suppressed_in(view)] if view.use_vllm is view.args.use_vllm else None
     no_loop, lag = view.async_loop is None, view.args.rollout_lag
     values = {name: getattr(view, name) for mark in ("planned", "copied", "engine") for name in named(mark)} | {
         "sampling_mask or routing_replay": view.args.replay,

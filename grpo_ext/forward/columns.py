@@ -55,7 +55,7 @@ COLUMNS: dict[str, Column] = {
     ADVANTAGES: Column("completion", loss=True, of_rows=True),
     # log-probabilities of the policy that sampled, the reference, the teacher, and the inference engine
     **{name: Column("completion", loss=True) for name in (*MODEL_LOGPS.values(), SAMPLING_LOGPS)},
-    # of the policy to the engine. 1 is no correction; the VESPO weight sums its logarithm over the padding too
+    # of the policy to the engine. 1 corrects nothing; the VESPO weight sums its logarithm over the padding too
     RATIO: Column("completion", fill=1, loss=True, of_rows=True),
     # what the sampler recorded: log-probabilities after every filter, and the probability that the filters had kept
     SAMPLER_LOGPS: Column("completion", trl=False, loss=True),

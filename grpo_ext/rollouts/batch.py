@@ -102,9 +102,9 @@ class RolloutBatch:
     @property
     def completion_masks(self) -> Rows:
         """1 on the tokens of `completions` that attention sees."""
-        known = COMPLETION_MASK in self.columns
-        ids = self.completions
-        return self._seen(COMPLETION_MASK) if known else replace(ids, values=torch.ones_like(ids.values))
+        if COMPLETION_MASK in self.columns:
+            return self._seen(COMPLETION_MASK)
+        return replace(self.completions, values=torch.ones_like(self.completions.values))
 
     def _seen(self, name: str) -> Rows:
         """The values of a column of tokens, from the first to the last that attention sees."""
@@ -112,8 +112,8 @@ class RolloutBatch:
         mask: Rows | None = self.columns.get(PROMPT_MASK if of_prompt else COMPLETION_MASK)  # type: ignore[assignment]
         if mask is None:
             return column
-        spans = _spans(mask)
-        return Rows.of([row[first:] if of_prompt else row[:stop] for row, (first, stop) in zip(column, spans)])
+        rows = zip(column, _spans(mask), strict=True)
+        return Rows.of([row[first:] if of_prompt else row[:stop] for row, (first, stop) in rows])
 
     @functools.cached_property
     def group_lengths(self) -> dict[int, tuple[int, ...]]:
@@ -167,7 +167,7 @@ class RolloutBatch:
         same = [group == before and torch.equal(one, other) for (before, one), (group, other) in neighbours]
         columns = {name: self[name] for name in (EXPERTS, KEPT_COUNTS, KEPT_IDS) if name in self.columns}
         if EXPERTS in columns:  # rows of one prompt may have other experts
-            pairs = zip(same, itertools.pairwise(columns[EXPERTS]), prompts.lengths)
+            pairs = zip(same, itertools.pairwise(columns[EXPERTS]), prompts.lengths[:-1], strict=True)
             same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in pairs]
         rows = TokenRows(torch.cat(ids).long(), prompts.lengths, completions.lengths, same, images, columns)
         return rows if self.attended is None else rows.having(ATTENDED, self.attended)

@@ -31,7 +31,7 @@ from ..runtime.determinism import align_memory
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..sampling.engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from ..sampling.engine_check import EngineCheck, rounding_bound, surplus_of
-from ..sampling.sampler import sampler_of
+from ..sampling.sampler import suppressed_in
 from ..sampling.vllm import VllmEngine, VllmServer, mask_bound, vllm_filters
 from ..sampling.vllm_weights import Generation, versions_of
 from ..view import TrainerView
@@ -59,7 +59,7 @@ def build_rollouts(
             refused["prefix"] = "tools and environments may show images after the prompt"
     override = functools.partial(view.override_of, LOGPS)
     make_rows = functools.partial(probe_rows, tokenizer=view.tokenizer, processor=images.prepare)
-    forms = refused, sampler_of(view, None, sharded=False).suppressed, make_rows
+    forms = refused, suppressed_in(view), make_rows
     forwards = ForwardRunner(view.accelerator, view.args, *forms, override=override)
     remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
     memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))

@@ -120,9 +120,9 @@ def _sampling_metrics(rounds: Sequence[Round], rule: RatioRule) -> dict[str, flo
 def _add_to_table(part: Round, names: Sequence[str], table: dict[str, Any]) -> None:
     # the main process writes the table; the others have no texts
     texts = part.texts or [(None, None, None)] * len(part)
-    prompts, completions, images = ([row[number] for row in texts] for number in range(3))
-    table["prompt"].extend(prompts)
-    table["completion"].extend(completions)
+    table["prompt"].extend(prompt for prompt, _, _ in texts)
+    table["completion"].extend(completion for _, completion, _ in texts)
+    images = [images for _, _, images in texts]
     for name, rewards_B in zip(names, part.rewards_BF.unbind(1), strict=True):
         table["rewards"][name].extend(rewards_B.tolist())
     table["advantages"].extend(part.advantages_B.tolist())

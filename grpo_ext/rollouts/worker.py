@@ -166,7 +166,9 @@ class RolloutWorker:
                 of_model = rows if name == "policy" else rows.having(EXPERTS, None)
                 logps_S, experts_NC = self._log_probs(of_model, local.settings, name)
                 parts = logps_S.cpu().split(list(rows.completions_B)), itertools.pairwise(rows.starts_B)
-                for transcript, logps_T, (start, stop) in zip(local.transcripts, *parts):  # none beside a stand-in row
+                if not local.transcripts:  # beside a stand-in row
+                    continue
+                for transcript, logps_T, (start, stop) in zip(local.transcripts, *parts, strict=True):
                     # none of the tokens of a completion that is masked out
                     known = logps_T if len(logps_T) else logps_T.new_zeros(len(transcript.ids))
                     transcript.columns[MODEL_LOGPS[name]] = known

@@ -179,10 +179,9 @@ def gather_lists(items: list[Any]) -> list[Any]:
 def gather_on_main(items: list[Any]) -> list[Any]:
     """Like `gather_lists`, on the main process; the others get nothing."""
     _meet("an exchange with the main process")
-    state = PartialState()
-    if state.num_processes == 1:
+    if _processes() == 1:
         return items
-    parts: list[Any] | None = [None] * state.num_processes if state.is_main_process else None
+    parts: list[Any] | None = [None] * _processes() if PartialState().is_main_process else None
     dist.gather_object(items, parts)
     return [item for part in parts or () for item in part]
 

@@ -70,14 +70,14 @@ class UserTurns(Engine):
                     f"_generate_single_turn returned {len(ids)} completions for {len(chunk)} prompts; return one each."
                 )
             self.ends.update({tuple(turn.ids): turn.ended for turn in of_turn.made})
-            values: Sequence[Any] = [None] * len(ids) if logps is None else logps
-            if wrong := [place for place, v in enumerate(values) if v is not None and len(v) != len(ids[place])]:
-                raise RolloutError(
-                    f"_generate_single_turn returned {len(values[wrong[0]])} log-probabilities for the "
-                    f"{len(ids[wrong[0]])} tokens of completion {wrong[0]}; return one for each token, or None."
-                )
-            turns = (Turn.of(i, v, ended=self.ends.get(tuple(i))) for i, v in zip(ids, values, strict=True))
-            sampled |= zip(indices, turns, strict=True)
+            logps_B: Sequence[Any] = [None] * len(ids) if logps is None else logps
+            for index, tokens, values in zip(indices, ids, logps_B, strict=True):
+                if values is not None and len(values) != len(tokens):
+                    raise RolloutError(
+                        f"_generate_single_turn returned {len(values)} log-probabilities for {len(tokens)} tokens of a "
+                        "completion; return one for each token, or None."
+                    )
+                sampled[index] = Turn.of(tokens, values, ended=self.ends.get(tuple(tokens)))
         return [sampled[index] for index in range(len(rows))]
 
 
@@ -94,12 +94,12 @@ class UserRollouts(Engine):
             refuse_unequal_shares("rollout_func", len(rows), self.unequal)
         prompts = copy.deepcopy([row.prompt for row in rows])  # its loop of turns may append to its prompts
         output = checked_rollout(self.function(prompts), len(rows), self.needs_logps, self.kept_ids)
-        named = {name: output.pop(name, None) for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
-        kept = output.pop("kept_ids", None)
+        ids_B, kept_ids_B = output.pop("completion_ids"), output.pop("kept_ids", None)
+        named = {name: output.pop(name, None) for name in ("prompt_ids", "logprobs", "env_mask")}
         turns = []
         for place in range(len(rows)):
-            prompt_ids, ids, logps, mask = (None if v is None else list(v[place]) for v in named.values())
-            turn = Turn.of(ids or [], logps, kept[place] if kept is not None and self.kept_ids else None)
+            prompt_ids, logps, mask = (None if v is None else list(v[place]) for v in named.values())
+            turn = Turn.of(ids_B[place], logps, kept_ids_B[place] if self.kept_ids else None)
             # the entry of a list, or the same value for all
             fields = {name: v[place] if isinstance(v, list) else v for name, v in output.items()}
             turns.append(replace(turn, prompt_ids=prompt_ids, mask=mask, fields=fields))

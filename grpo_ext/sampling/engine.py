@@ -9,6 +9,7 @@ its calls have none. Called by the worker, once for every turn.
 import contextlib
 import copy
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,14 +41,14 @@ _MIXED = 64  # times the rounding of one operation: log-probabilities of a row i
 _SCORE_BYTES = 16  # for each token of the vocabulary: its score in float32, and copies of filters and choice
 
 
-class Engine:
+class Engine(ABC):
     """Samples turns; an engine of another package says of itself what these attributes do."""
 
     routers: Sequence[Router] = ()  # whose experts it returns, in the order of their columns
 
+    @abstractmethod
     def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
         """New tokens of each row, in order; `config` is transformers' for this rollout batch, None with vLLM."""
-        raise NotImplementedError
 
     def has_same_bits(self) -> bool:
         """Whether its bits do not depend on what else it samples, as it declares itself."""

@@ -49,7 +49,6 @@ class Sampler:
     returns: frozenset[str]  # "masks", "experts", "logps": what it records of each token
     # settings by which it samples from other scores than those that training uses; masks do not describe transformers'
     changed: Sequence[str] = ()
-    suppressed: Sequence[torch.Tensor] = ()  # sets of ids that are suppressed, where masks are replayed
     several: tuple[str, Any] = ("", None)  # the setting that makes several rows of a prompt, and its value
     stop_strings: Any = None
     pads: bool = True  # prompts are padded, and cut into chunks; else it batches by itself
@@ -62,7 +61,7 @@ class Sampler:
     @property
     def turns(self) -> "Sampler":
         """What samples later turns, and in a `rollout_func` for its calls of the trainer's `generate`."""
-        return self.inner if self.whole and self.inner is not None else self
+        return (self.whole and self.inner) or self
 
     @property
     def own(self) -> "Sampler":
@@ -104,10 +103,21 @@ def sampler_of(view: TrainerView, engine: Any, sharded: bool) -> Sampler:
     )
 
 
+def suppressed_in(view: TrainerView) -> list[torch.Tensor]:
+    """The sets of ids that are suppressed, where this trainer's own sampling records masks to replay."""
+    if view.vllm_generation is not None or not view.args.replay.masks:
+        return []
+    return suppressed_tokens(view.policy, view.generation_config, _ends_of(view))
+
+
+def _ends_of(view: TrainerView) -> list[int]:
+    return list(dict.fromkeys([*view.eos_token_ids, *end_tokens(view.generation_config)]))
+
+
 def _of_transformers(view: TrainerView, engine: Engine) -> Sampler:
     policy, continuous = view.policy, view.use_transformers_continuous_batching
     config = copy.deepcopy(view.generation_config)
-    ends = config.eos_token_id = list(dict.fromkeys([*view.eos_token_ids, *end_tokens(config)]))
+    ends = config.eos_token_id = _ends_of(view)
     config.stop_strings = setting_of(policy, config, "stop_strings") or None  # the model's own too
     not_keyed = None if continuous else keyed.why_not_by_key(policy, view.generation_config)
     not_keyed = "transformers' continuous batching" if continuous else not_keyed
@@ -123,7 +133,6 @@ def _of_transformers(view: TrainerView, engine: Engine) -> Sampler:
         uncovered=not_keyed and f"{not_keyed}: completions are not sampled by key; only the update is covered",
         returns=frozenset({"masks", "experts"} if not_keyed is None else ()),
         changed=changed,
-        suppressed=suppressed_tokens(policy, view.generation_config, ends) if view.args.replay.masks else (),
         several=(name, setting_of(policy, view.generation_config, name)),
         stop_strings=None if own_generate(policy) else config.stop_strings,
     )
@@ -134,17 +143,18 @@ def _of_vllm(view: TrainerView, engine: Any) -> Sampler:
     neutral = {"repetition_penalty": 1.0, "temperature": args.temperature}
     uncovered = None if args.bitwise_invariant else _ROUNDED
     further = view.generation_settings.get("stop_token_ids") or []
-    colocated = view.vllm_mode == "colocate"
     return Sampler(
         engine=engine,
         ends=frozenset((*view.eos_token_ids, *further, view.tokenizer.pad_token_id)),
         filters=vllm_filters(args),
         other=None,
         uncovered=uncovered if args.vllm_seeds else _UNSEEDED,
-        returns=frozenset({"masks", "logps", *(["experts"] if engine is not None and engine.routers else [])}),
+        returns=frozenset({"masks", "logps", *(["experts"] if engine.routers else [])}),
         changed=[f"{n}={settings[n]!r}" for n, value in neutral.items() if settings.get(n, value) != value],
         several=("n", view.generation_settings.get("n")),
         pads=False,
         steps=False,
-        context=view.vllm_generation.llm.llm_engine.model_config.max_model_len if colocated else None,
+        context=view.vllm_generation.llm.llm_engine.model_config.max_model_len
+        if view.vllm_mode == "colocate"
+        else None,
     )

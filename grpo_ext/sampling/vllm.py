@@ -79,10 +79,11 @@ class VllmEngine(Engine):
         sampled = sampled_of(self.generation, ids, logps, completions)
         if not self.routers:
             return sampled
-        made = zip(sampled, completions, prompts, strict=True)
-        experts = [experts_of(own, len(prompt) + len(turn.ids), self.routers) for turn, own, prompt in made]
-        pairs = zip(sampled, experts, strict=True)
-        return [replace(turn, columns={**turn.columns, EXPERTS: experts_NC}) for turn, experts_NC in pairs]
+        turns = []
+        for turn, made, prompt in zip(sampled, completions, prompts, strict=True):
+            experts_NC = experts_of(made, len(prompt) + len(turn.ids), self.routers)
+            turns.append(replace(turn, columns={**turn.columns, EXPERTS: experts_NC}))
+        return turns
 
 
 @dataclass(frozen=True)

@@ -101,8 +101,9 @@ class Attempt:
         measured: list[MicroBatchStatistics] = []
         with self.forwards.without_gradients(accelerator.unwrap_model(self.model)):
             for micro_batch in self.micro_batches():
-                given = micro_batch.rows, settings.router, micro_batch.padded
-                scores = self.forwards.micro_batch_log_probs(model, *given)
+                scores = self.forwards.micro_batch_log_probs(
+                    model, micro_batch.rows, settings.router, micro_batch.padded
+                )
                 mask_S = loss_mask(micro_batch.columns)
                 experts = None if scores.router is None else scores.router.statistics(top_k)
                 measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies_S, mask_S, experts))

@@ -120,8 +120,8 @@ class LossOverrides:
         rows = self._given_rows(inputs, known.images)
         if rows.same_tokens(known):
             rows = known
-            own = {name for name, kind in COLUMNS.items() if kind.loss and not kind.trl}
-            columns |= {name: column for name, column in rollout.select(places).columns.items() if name in own}
+            whole = rollout.select(places).columns
+            columns |= {n: whole[n] for n, kind in COLUMNS.items() if n in whole and kind.loss and not kind.trl}
         else:
             self._refuse_with_replay()
             pairs = zip(rows.same_text, itertools.pairwise(groups), strict=True)
