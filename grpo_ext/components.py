@@ -10,8 +10,8 @@ from .forward.routing import install_routers
 from .rollouts.build import build_rollouts
 from .rollouts.trl_methods import TrlMethods
 from .run.keeper import RunKeeper
+from .run.log import RunLog
 from .run.rerun import StepAgain
-from .run.trail import Trail
 from .runtime.clock import PhaseClock
 from .runtime.determinism import align_memory
 from .runtime.out_of_memory import MicroBatchLimits
@@ -31,14 +31,14 @@ class Components:
         install(base, view.temperature, args.cast_lm_head_to_fp32)
         if args.replay.experts:
             install_routers(base)
-        trail = Trail()
+        log = RunLog()
         limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
-        self.forwards, self.rollouts = forwards, rollouts = build_rollouts(view, self.clock, limits, trail.rollout)
+        self.forwards, self.rollouts = forwards, rollouts = build_rollouts(view, self.clock, limits, log.rollout)
         self.step_planner = StepPlanner(forwards, self.clock, rollouts.images, token_cost(base), limits, view)
         self.trl_methods = TrlMethods(rollouts)
         self.loss_overrides = LossOverrides(view, self.step_planner)
         self.pass_at_k = PassAtK(args)
-        self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k, trail)
+        self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k, log)
         self.again = StepAgain(view, self.keeper, rollouts, self.step_planner)
         view.add_callback(self.keeper)
         view.add_callback(self.keeper.watch)

@@ -136,7 +136,7 @@ class GRPOConfig(trl.GRPOConfig):
         "samples its chunks in one call, and rounding may change completions: few in float32, most in half precision."
     )
     trail: bool = setting(
-        "Write trail.jsonl beside the log: digests of every rollout batch and step, for grpo-ext diff.", default=True
+        "Record digests of every rollout batch and step in steps.jsonl too, for grpo-ext diff.", default=True
     )
     rollout_lag: int = setting(
         "Rollout batches that sampling runs ahead of training, on a thread: rollout batch r is sampled with the "

@@ -229,10 +229,9 @@ class TrainerView:
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return temporarily_set(self._trainer, _logs=table)
 
-    def only_training(self, calculate_rewards: Callable[..., torch.Tensor] | None) -> AbstractContextManager[None]:
-        """Inside, nothing is evaluated or shown; rewards are `calculate_rewards`, unless that is None."""
-        rewards = {} if calculate_rewards is None else {"_calculate_rewards": calculate_rewards}
-        return temporarily_set(self._trainer, eval_dataset=None, log_completions=False, **rewards)
+    def only_training(self) -> AbstractContextManager[None]:
+        """Inside, nothing is evaluated or shown."""
+        return temporarily_set(self._trainer, eval_dataset=None, log_completions=False)
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """The method of a subclass, or one assigned to the trainer, that replaces ours; None without one."""

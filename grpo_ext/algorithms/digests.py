@@ -9,7 +9,7 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,8 +110,3 @@ def layer_groups(names: Collection[str]) -> dict[str, str]:
     parts = [layers[start : start + size] for start in range(0, len(layers), size)]
     groups = {layer: " to ".join(dict.fromkeys((part[0], part[-1]))) for part in parts for layer in part}
     return {name: groups[layer_of(name)] for name in names}
-
-
-def distance(one: Sequence[Any], other: Sequence[Any]) -> float:
-    """An estimate of the distance of two sets of weights from their projections; infinite where one is not finite."""
-    return math.inf if None in one or None in other else math.dist(one, other) / math.sqrt(len(one))

@@ -15,6 +15,8 @@ from ..errors import ConfigError, counted
 # which rows a padded batch of a model may hold together: any, those of equal lengths (no padding), or one at a time
 RowBatching = Literal["any", "equal_lengths", "single"]
 
+# the sizes of a geometry that change nothing that is learned
+LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together", "sequence_parallel_size")
 # without a rollout_chunk_size; constants, so that chunks depend neither on the device nor on the number of processes
 CHUNK = 64  # the most completions of a chunk, unless a group has more
 CHUNKS = 8  # the fewest chunks of a rollout batch, if it has as many groups

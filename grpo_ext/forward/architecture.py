@@ -116,11 +116,11 @@ def weight_sizes(model: Any) -> tuple[int, int]:
     body = 0.0
     for path, parameter in model.named_parameters():
         if parameter is not output and id(parameter) not in tables:
-            body += _count(parameter) * _active_share(path, parameter, experts, active)
-    return round(body), 0 if output is None else _count(output)
+            body += count(parameter) * _active_share(path, parameter, experts, active)
+    return round(body), 0 if output is None else count(output)
 
 
-def _count(parameter: Any) -> int:
+def count(parameter: Any) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())  # the whole size under ZeRO-3
 
 

@@ -63,7 +63,7 @@ def _sampling(view: TrainerView, worker: RolloutWorker, sampler: Sampler) -> Sam
         limits=_turn_limits(view, sampler.context),
         masks_truncated=view.mask_truncated_completions,
         replay=view.args.replay,
-        own_rewards=view.override_of("_calculate_rewards"),
+        own_rewards=worker.known_rewards or view.override_of("_calculate_rewards"),
         own_scoring=view.override_of(SCORE),
     )
 

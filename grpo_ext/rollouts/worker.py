@@ -61,6 +61,8 @@ class RolloutWorker:
     # called with the transcripts once their environments are reset
     show_environments: Callable[[Sequence[Transcript]], None] = lambda transcripts: None
     in_progress: LocalRollout | None = None  # whose `rollout_func` runs
+    # takes the place of the user's `_calculate_rewards` where a step is run again
+    known_rewards: Callable[..., torch.Tensor] | None = None
 
     @property
     def shards_vision(self) -> bool:

@@ -1,23 +1,22 @@
 """`grpo-ext diff`: at which step and stage two runs diverge, by how much, and what that means.
 
-Compares settings, versions and machines from `log.jsonl`, then the trails (`run.trail`) in the order of a step.
+Compares settings, versions and machines of every start, then the trails in the order of a step. Imports neither torch
+nor TRL.
 """
 
+import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pandas
-
+from ..batching.sizes import LAYOUT_SIZES
 from ..errors import ConfigError, shortened
 from ..settings import decides, named
-from .fingerprint import LAYOUT_SIZES, differences
-from .log import LOG, read_log
-from .trail import TRAIL, ReadTrail, read_trail
+from .record import STEPS, Record, differences, read_record, tables_of
 from .trail_comparison import SAME, Comparison, Difference, both, compare_trails
 
 _ROWS, _COLUMNS = "data.rows_sha256", "data.by_column"
@@ -29,7 +28,8 @@ _MEANINGS = {  # of a first difference, and its cause where no setting differs
     "prompts": ("The runs have different prompts. What decides them", "the data set, its order, or the chat template"),
     "completions": (
         "Sampling has other settings",
-        "the sampler itself (an override, an engine, the answer of a tool), or other kernels",
+        "the sampler itself (an override, an engine, the answer of a tool), weights that something wrote between two "
+        "steps (a callback; frozen ones have no digest), or other kernels",
     ),
     "rewards": ("The completions are the same. The cause", "a reward function that changed, or is not deterministic"),
     "advantages": ("The rewards are the same, so advantages are computed differently", "an override"),
@@ -42,42 +42,40 @@ _MEANINGS = {  # of a first difference, and its cause where no setting differs
 @dataclass(frozen=True)
 class RunOnDisk:
     folder: Path
-    start: Mapping[str, Any]  # of its last training call, from the log
-    trail: ReadTrail
+    record: Record
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the run means: settings, data, model, rewards."""
-        parts = {name: self.start[name] for name in named("part") if name in self.start}
-        return dict(self.start.get("settings") or {}) | parts
+    def settings(self, step: int) -> dict[str, Any]:
+        """What the run meant where it made a step: settings, data, model, rewards."""
+        return settings_of(self.record.start_of(step))
 
-    @property
-    def besides(self) -> dict[str, Any]:
-        geometry = self.start.get("geometry") or {}
-        layout = {name: geometry.get(name) for name in LAYOUT_SIZES}
-        return {"versions": self.start.get("versions"), "environment": self.start.get("environment"), "layout": layout}
+    def besides(self, step: int) -> dict[str, Any]:
+        start = self.record.start_of(step)
+        layout = {name: (start.get("geometry") or {}).get(name) for name in LAYOUT_SIZES}
+        return {"versions": start.get("versions"), "environment": start.get("environment"), "layout": layout}
+
+    def size(self, step: int) -> Any:
+        return (self.record.start_of(step).get("geometry") or {}).get("global_batch_size")
 
     @property
     def half(self) -> bool:
-        settings = self.settings
-        loaded = {"torch.bfloat16", "torch.float16"}.intersection((settings["model"] or {}).get("dtypes") or ())
+        settings = settings_of(self.record.starts[-1])
+        loaded = {"torch.bfloat16", "torch.float16"}.intersection((settings.get("model") or {}).get("dtypes") or ())
         return bool(loaded or settings.get("bf16") or settings.get("fp16")) and not settings.get("bitwise_invariant")
+
+
+def settings_of(start: Mapping[str, Any]) -> dict[str, Any]:
+    parts = {name: start[name] for name in named("part") if name in start}
+    return dict(start.get("settings") or {}) | parts
 
 
 def read_run(folder: str | Path) -> RunOnDisk:
     """A run by its folder; a ConfigError where it has no trail or has not begun."""
-    for name in (LOG, TRAIL):
-        if not (Path(folder) / name).is_file():
-            raise ConfigError(
-                f"{folder} is not the output_dir of a run that can be compared: it has no {name}. Runs of grpo_ext "
-                "write it when they begin to train; trail=False turns the trail off."
-            )
-    starts = read_log(Path(folder) / LOG).starts
-    if not starts:
-        raise ConfigError(f"{Path(folder) / LOG} has no start of a run; name the output_dir of a run that has begun.")
-    if not starts[-1].get("trail"):
-        raise ConfigError(f"the last start of {folder} had trail=False, so its trail is of an earlier one.")
-    return RunOnDisk(Path(folder), starts[-1], read_trail(Path(folder) / TRAIL))
+    record = read_record(folder)
+    if not record.starts:
+        raise ConfigError(f"{Path(folder) / STEPS} has no start of a run; name the output_dir of a run that has begun.")
+    if not record.steps and not record.starts[-1].get("trail"):
+        raise ConfigError(f"{folder} cannot be compared: the run had trail=False, so its record has no steps.")
+    return RunOnDisk(Path(folder), record)
 
 
 def diff(one: str | Path, other: str | Path) -> Comparison:
@@ -86,36 +84,50 @@ def diff(one: str | Path, other: str | Path) -> Comparison:
 
 
 def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
-    settings, besides = changes(a.settings, b.settings), changes(a.besides, b.besides)
+    begins = sorted({1, *(step + 1 for run in (a, b) for step in run.record.resumed_from)})
+    settings, besides = (_of_starts(a, b, begins, kind) for kind in (RunOnDisk.settings, RunOnDisk.besides))
     notes = [f"{title}: {listed(c)}" for title, c in (("Settings", settings), ("Besides the settings", besides)) if c]
-    sizes = [(run.start.get("geometry") or {}).get("global_batch_size") for run in (a, b)]
-    if sizes[0] != sizes[1]:
+    if sizes := next(((a.size(step), b.size(step)) for step in begins if a.size(step) != b.size(step)), None):
         what = f"steps of {sizes[0]} and of {sizes[1]} completions (global_batch_size) cannot be compared."
         raise ConfigError("\n".join([what, *notes]))
-    comparison = compare_trails(a.trail, b.trail, a.half or b.half)
+    comparison = compare_trails(a.record, b.record, a.half or b.half)
     if not comparison.steps:
-        trained = [sorted(run.trail.steps.keys() - {0}) for run in (a, b)]
+        trained = [run.record.trained for run in (a, b)]
         known = [f"steps {steps[0]} to {steps[-1]}" if steps else "no step" for steps in trained]
         raise ConfigError(f"the runs have no step in common: A has trained {known[0]}, B {known[1]}.")
     if (first := comparison.first) is not None:
+        until = [step for step in begins if step <= max(first.step, 1)]  # what changed later is no cause
+        settings, besides = (_of_starts(a, b, until, kind) for kind in (RunOnDisk.settings, RunOnDisk.besides))
         uncertain = bool(comparison.largest) or a.half or b.half or bool(besides)
         few = first.stage == "completions" and first.of > 1 and first.count * 2 <= first.of
         if uncertain and few and not (_among(settings, "completions") or _among(settings, "weights")):
             comparison.verdict = "few tokens"
         comparison.meaning = _meaning(comparison, first, settings, besides)
-        notes += [*_where_texts_part(first, a.folder, b.folder), *_rewards(a.folder, b.folder)]
-    ends = [f"{max(r.trail.steps)}{'' if 'ended' in r.start else ' (killed, or still training)'}" for r in (a, b)]
+        notes += [*_where_texts_part(first, a, b), *_rewards(a, b)]
+    ends = [_end(run.record) for run in (a, b)]
     if ends[0] != ends[1] or " " in ends[0]:
         notes.append(f"The last step of A is {ends[0]}, that of B {ends[1]}; {comparison.steps} steps were compared.")
     comparison.notes += notes
     return comparison
 
 
-def _where_texts_part(first: Difference, *folders: Path) -> Iterator[str]:
+def _end(record: Record) -> str:
+    return f"{max(record.steps)}{'' if 'ended' in record.starts[-1] else ' (killed, or still training)'}"
+
+
+def _of_starts(
+    a: RunOnDisk, b: RunOnDisk, begins: Sequence[int], kind: Callable[[RunOnDisk, int], dict[str, Any]]
+) -> Changes:
+    """What differs at any of these first steps of training calls."""
+    found = [change for step in begins for change in changes(kind(a, step), kind(b, step))]
+    return [change for place, change in enumerate(found) if change not in found[:place]]
+
+
+def _where_texts_part(first: Difference, *runs: RunOnDisk) -> Iterator[str]:
     """Where the first texts that differ part, if both runs have TRL's table of the step (`log_completions`)."""
-    paths = [folder / "completions" / f"completions_{first.step:05d}.parquet" for folder in folders]
-    if first.stage == "completions" and all(path.is_file() for path in paths):
-        tables = [pandas.read_parquet(path)[["prompt", "completion"]].astype(str).values for path in paths]
+    paths = [tables_of(run.folder, run.record).get(first.step) for run in runs]
+    if first.stage == "completions" and None not in paths:
+        tables = [_texts(path) for path in paths if path is not None]
         pairs = ((a[1], b[1]) for a, b in zip(*tables, strict=False) if a[0] == b[0] and a[1] != b[1])
         for one, other in islice(pairs, 1):
             place = next(i for i in range(len(one) + 1) if one[i : i + 1] != other[i : i + 1])
@@ -123,9 +135,19 @@ def _where_texts_part(first: Difference, *folders: Path) -> Iterator[str]:
             yield f"At step {first.step} the texts part at character {place}: {both_texts}."
 
 
-def _rewards(*folders: Path) -> Iterator[str]:
+def _texts(path: Path) -> list[tuple[str, str]]:
+    """The prompts and completions of a table; none where a kill has cut it."""
+    import pyarrow.parquet
+
+    with contextlib.suppress(OSError, ValueError):
+        columns = pyarrow.parquet.read_table(path, columns=["prompt", "completion"]).to_pydict()
+        return list(zip(map(str, columns["prompt"]), map(str, columns["completion"]), strict=True))
+    return []
+
+
+def _rewards(*runs: RunOnDisk) -> Iterator[str]:
     """The logged rewards of both at up to 8 of their common steps."""
-    logs = [read_log(folder / LOG).entries for folder in folders]
+    logs = [run.record.entries for run in runs]
     one, other = ({e["step"]: e["values"]["reward"] for e in log if "reward" in e["values"]} for log in logs)
     steps = sorted(one.keys() & other.keys())
     if shown := [f"step {s}: {both(one[s], other[s])}" for s in steps[:: math.ceil(len(steps) / 8) or 1]]:

@@ -26,7 +26,7 @@ from transformers.utils import get_json_schema
 
 from ..algorithms.advantages import THRESHOLD, takes_keyword
 from ..algorithms.digests import digest
-from ..batching.sizes import BatchGeometry
+from ..batching.sizes import LAYOUT_SIZES, BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
 from ..forward.architecture import base_model_of
@@ -34,6 +34,7 @@ from ..runtime.collectives import shards_parameters
 from ..settings import NOTED, STATE, compared_by_value, resumes
 from ..view import TrainerView
 from .checkpoint import explaining_format
+from .record import differences
 
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
@@ -49,7 +50,6 @@ _NOT_COMPUTED = {
 # settings of `generate` that follow from others, or that sampling does not read
 _FOLLOW = {"max_new_tokens", "max_length", "do_sample", "_from_model_config", "output_attentions", "compile_config"}
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
-LAYOUT_SIZES = ("micro_batch_size", "num_processes", "together", "sequence_parallel_size")
 
 
 def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]:
@@ -253,15 +253,6 @@ def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
     stream = {"data": None if whole["data"] is None else "rows"} if "data" in fingerprint else {}
     # a field of a user's own may have the name of a part
     return {**fingerprint["settings"], **fingerprint, **known, "model": None, "settings": None, **stream}
-
-
-def differences(changes: dict[str, tuple[Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    for name, (old, new) in changes.items():
-        if isinstance(old, dict) and isinstance(new, dict):
-            keys = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
-            yield from differences({f"{name}.{key}": (old.get(key), new.get(key)) for key in keys})
-        else:
-            yield name, old, new
 
 
 def saved_identity(folder: str | Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ..algorithms.losses import StepCounts
 from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
 from ..errors import CheckpointError, MemoryShortageError
+from ..forward.architecture import count
 from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
@@ -41,14 +42,15 @@ from ..settings import named
 from ..step.evaluation import PassAtK
 from ..view import TrainerView
 from . import checkpoint as folders
-from .fingerprint import check_same_run, differences, fingerprint_of, saved_identity, state_hashes
+from .fingerprint import check_same_run, fingerprint_of, saved_identity, state_hashes
 from .interrupts import InterruptWatch, interruption
 from .loading import refuse_other_engine
 from .log import RunLog
 from .model_card import base_name
 from .optimizer import RunOptimizer
+from .record import differences
 from .state import load_state, restore_callbacks, writing_checkpoint
-from .trail import Trail, digests_of
+from .trail import digests_of
 
 logger = get_logger(__name__)
 
@@ -64,7 +66,7 @@ class RunKeeper(TrainerCallback):
         forwards: ForwardRunner,
         limits: MicroBatchLimits,
         pass_at_k: PassAtK,
-        trail: Trail,
+        log: RunLog,
     ) -> None:
         self.view, self.user_args, self.rollouts, self.forwards = view, user_args, rollouts, forwards
         self.accelerator, self.args, self.limits = view.accelerator, view.args, limits
@@ -90,7 +92,7 @@ class RunKeeper(TrainerCallback):
         self._states: dict[str, Any] = {}  # of components, read from a checkpoint, until the loop has begun
         self._owner = ""  # unique to a run: processes of a killed run may still be writing
         self.writing_to: str | None = None  # the folder in which a checkpoint is being written
-        self._log, self._trail = RunLog(), trail
+        self._log = log
         self._noted: dict[str, float] = {}  # values of the step in progress
         self._bad_at_start: list[str] = []  # weights that are not finite on purpose: a bias of -inf bans a token
         self._lock: FileLock | None = None  # on the run's folder, on the main process
@@ -124,7 +126,7 @@ class RunKeeper(TrainerCallback):
                 self._components[name].load_state_dict(states.pop(name))  # its memory is freed
         self.watch.evaluation_due &= self.view.eval_dataset is not None
         if self.args.trail and not state.global_step:
-            self._trail.step(0, {}, self._weights())
+            self._log.step(0, {}, self._weights())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.args.trail:
@@ -132,10 +134,10 @@ class RunKeeper(TrainerCallback):
             due = state.global_step >= state.max_steps or (every > 0 and state.global_step % every == 0)
             values, self._noted = self._noted, {}
             weights = self._weights(due) if due or self.args.bitwise_invariant else None
-            self._trail.step(state.global_step, values, weights)
+            self._log.step(state.global_step, values, weights)
 
     def _weights(self, projects: bool = True) -> dict[str, Any]:
-        return digests_of(self.view.policy, self._trail.writes, projects)
+        return digests_of(self.view.policy, self._log.writes_trail, projects)
 
     def note_step(self, loss: float, values: Mapping[str, float], counts: StepCounts, run: int) -> None:
         """Note the loss of an optimizer step, its values, what they are divided by, and how many completions run."""
@@ -341,13 +343,12 @@ class RunKeeper(TrainerCallback):
                     "model_name": base_name(getattr(config, "_name_or_path", None)),
                     "environment": environment(),
                     "geometry": dataclasses.asdict(self.geometry),
+                    "trained_parameters": sum(count(p) for p in self.view.policy.parameters() if p.requires_grad),
                     "plan": plan,
                     "trail": self.args.trail,
                     **self.fingerprint,
                 }
                 self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
-                if self.args.trail:
-                    self._trail.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step)
             try:
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"
@@ -357,7 +358,6 @@ class RunKeeper(TrainerCallback):
                     lines = "\n".join(sorted(f"{name} {value}" for name, value in hashes.items()))
                     end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
             finally:
-                self._trail.end()
                 self._log.end(self.view.state.global_step, end)
         if self.limits.failures:
             logger.info(self.limits.what_fits())

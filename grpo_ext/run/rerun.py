@@ -1,6 +1,6 @@
 """`trainer.rerun(step)`: a step of a run again, token by token, and whether it is the step that the run made.
 
-A rerun is a run of its own in `rerun/step-N` of the run's folder, with a log and a trail, that ends after step N. It
+A rerun is a run of its own in `rerun/step-N` of the run's folder, with a record, that ends after step N. It
 begins at the newest checkpoint before the step, or at the start, and writes nothing elsewhere.
 """
 
@@ -33,14 +33,14 @@ from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
 from .checkpoint import checkpoints, why_not_resumable
-from .diff import Changes, RunOnDisk, changes, compare_runs, listed, read_run
+from .diff import Changes, RunOnDisk, changes, compare_runs, listed, read_run, settings_of
 from .fingerprint import fingerprint_of
 from .keeper import RunKeeper
-from .log import LOG, LineFile, read_log
-from .trail import MOST_ENTRIES, ReadTrail
+from .log import LineFile
+from .record import RERUNS, STEP, Record, refuse_unknown
+from .trail import MOST_ENTRIES
 from .trail_comparison import SAME, Comparison
 
-RERUNS, STEP = "rerun", "step.jsonl"
 _NEEDED = (DefaultFlowCallback, SyncRefModelCallback, ProgressCallback, PrinterCallback)
 _CANNOT = "cannot be run again"
 
@@ -76,13 +76,13 @@ class StepAgain:
     planner: StepPlanner
 
     def run(self, train: Callable[..., Any], step: int, gradients: bool, call_rewards: bool) -> Rerun:
-        """Train from the newest checkpoint before a step, or from the start, to the step; compare with the run's trail.
+        """Train from the newest checkpoint before a step, or from the start, to the step; compare with the record.
 
         Rewards are the run's, or with `call_rewards` computed again. `gradients`: record that of each completion too.
         `train` is the trainer's; afterwards its weights are those after the step.
 
         Raises:
-            ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own.
+            ConfigError: the run's record has not this step, is another run, or samples in a way of its own.
         """
         view, accelerator = self.view, self.view.accelerator
         self._refuse(step, gradients)
@@ -103,17 +103,17 @@ class StepAgain:
         }
         allowed = [*(view.args.allow_changed_on_resume or ()), "stopped_early"]
         try:
-            rewards = None if call_rewards else self._known_rewards(run.trail)
+            self.rollouts.worker.known_rewards = None if call_rewards else self._known_rewards(run.record)
             changes: list[tuple[Any, dict[str, Any]]] = [(view.args, {**here, "allow_changed_on_resume": allowed})]
             changes += [(view.callback_handler, {"callbacks": [*kept, _Ending(step, self.planner, record)]})]
             if self.keeper.user_args is not None:
                 changes.append((self.keeper.user_args, {"output_dir": str(folder)}))
-            with temporarily_set_each(changes), view.only_training(rewards):
+            with temporarily_set_each(changes), view.only_training():
                 train(resume_from_checkpoint=checkpoint)
             record.gather()
             return from_main_process(accelerator, lambda: self._end(run, folder, range(first, step + 1), record))
         finally:
-            self.planner.record = None
+            self.planner.record = self.rollouts.worker.known_rewards = None
             for path in checkpoints(folder) if accelerator.is_main_process else ():
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -133,32 +133,24 @@ class StepAgain:
     def _begin(self, step: int, call_rewards: bool) -> tuple[RunOnDisk, Path, str | None, int]:
         """The run, the new folder, the checkpoint in it (None: from the start), and the first step to train."""
         view, source = self.view, Path(str(self.view.args.output_dir))
-        run, log = read_run(source), read_log(source / LOG)
-        if step < 1 or step not in run.trail.steps:
-            known = sorted(run.trail.steps.keys() - {0}) or [0]
-            raise ConfigError(f"{source} has no step {step}; its trail has the steps {known[0]} to {known[-1]}.")
-        begins = [*[0] * (len(log.starts) - len(log.resumed_from)), *log.resumed_from]
-
-        def made_by(number: int) -> RunOnDisk:
-            made = [start for start, begin in zip(log.starts, begins, strict=True) if begin < number]
-            return dataclasses.replace(run, start={**(made or log.starts)[-1], "ended": "before"})  # it may go on
-
-        fingerprint = json.loads(json.dumps(fingerprint_of(view, self.keeper.geometry)))
-        settings = dataclasses.replace(run, start=fingerprint).settings
-        if changed := _refused(made_by(step).settings, settings):
+        run = read_run(source)
+        record = run.record
+        refuse_unknown(step, record, source)
+        settings = settings_of(json.loads(json.dumps(fingerprint_of(view, self.keeper.geometry))))
+        if changed := _refused(run.settings(step), settings):
             raise ConfigError(f"this is not the run of {source}, so its steps would be others: {listed(changed)}.")
         names = itertools.chain([f"step-{step}"], (f"step-{step}-{number}" for number in itertools.count(2)))
         folder = next(path for name in names if not (path := source / RERUNS / name).exists())
         start, checkpoint = 0, None
         # rewards are computed where the completions are sampled
-        latest = max(n for n in (1, *run.trail.rollouts) if n <= step) if call_rewards else step
+        latest = max(n for n in (1, *record.rollouts) if n <= step) if call_rewards else step
         for path in reversed(checkpoints(source)):
             number = int(path.name.rpartition("-")[2])
             if number < latest and _linked(path, folder / path.name):
                 start, checkpoint = number, str(folder / path.name)
                 break
         for number in range(start + 1, step):
-            if changed := _refused(made_by(number).settings, settings):
+            if changed := _refused(run.settings(number), settings):
                 shutil.rmtree(folder, ignore_errors=True)
                 raise ConfigError(
                     f"step {step} of {source} {_CANNOT}: no checkpoint lies between it and step {number}, which the "
@@ -170,15 +162,15 @@ class StepAgain:
                 "trainer anew, or save checkpoints (save_strategy='steps')."
             )
         folder.mkdir(parents=True, exist_ok=True)
-        logged = log.entries[-1]["step"] if log.entries else 0
-        time = f", about {max(log.seconds / logged * (step - start), 1.0):.0f} s at the run's pace" if logged else ""
+        logged = record.entries[-1]["step"] if record.entries else 0
+        time = f", about {max(record.seconds / logged * (step - start), 1.0):.0f} s at the run's pace" if logged else ""
         begin = "the start" if checkpoint is None else Path(checkpoint).name
         which = _named(range(start + 1, step + 1))
         logger.info(f"Running {which} of {source} again from {begin}{time}, in {folder}.")
-        return made_by(step), folder, checkpoint, start + 1
+        return run, folder, checkpoint, start + 1
 
-    def _known_rewards(self, trail: ReadTrail) -> Callable[..., torch.Tensor]:
-        """A `_calculate_rewards` that returns the trail's rewards of the same completions, and computes all others."""
+    def _known_rewards(self, record: Record) -> Callable[..., torch.Tensor]:
+        """Returns, as `_calculate_rewards`, the run's rewards of the same completions, and computes all others."""
         view, calculate, calls = self.view, self.view.calculate_rewards, Counter[int]()
 
         def rewards(inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
@@ -186,7 +178,7 @@ class StepAgain:
             real = [] if local is not None and local.request.stands_in else ids
             found = gather_lists([(digest_of(row, 1), digest_of(row, 0)) for row in real])  # 0: it is masked out
             step = view.state.global_step + 1
-            rounds = trail.rollouts.get(step, {}).get("rounds", ())[calls[step] :][:1]
+            rounds = record.rollouts.get(step, {}).get("rounds", ())[calls[step] :][:1]
             calls[step] += 1
             for part in rounds:
                 if part["count"] > MOST_ENTRIES:
@@ -199,19 +191,19 @@ class StepAgain:
 
     def _end(self, run: RunOnDisk, folder: Path, steps: range, record: StepRecord) -> Rerun:
         again = read_run(folder)
-        until = {number: line for number, line in run.trail.steps.items() if number <= steps[-1]}
-        before = dataclasses.replace(run, trail=dataclasses.replace(run.trail, steps=until))
-        comparison = compare_runs(before, again)
+        begun = [start for start in run.record.starts if start["step"] < steps[-1]]
+        begun[-1:] = [{**begun[-1], "ended": "before"}]  # it may go on
+        until = {number: line for number, line in run.record.steps.items() if number <= steps[-1]}
+        before = dataclasses.replace(run.record, steps=until, starts=begun)
+        comparison = compare_runs(dataclasses.replace(run, record=before), again)
         comparison.missing.clear()  # a rerun has no trail before its checkpoint
         rerun = Rerun(folder, steps, comparison)
-        values = again.trail.steps[steps[-1]]["values"]
-        file = LineFile(STEP, "record of the step")
-        file.begin(folder, None)
+        values = again.record.steps[steps[-1]]["values"]
+        file = LineFile(folder / STEP)
         about = {name: values.get(name) for name in ("loss", "grad_norm", "learning_rate")}
         about |= {"verdict": comparison.verdict, "text": rerun.text, "layers": record.layers}
         file.append({"step": steps[-1], **about})
-        trail = ReadTrail(run.trail.rollouts | again.trail.rollouts)
-        origins = _origins(trail, steps[-1], self.view.geometry.global_batch_size)
+        origins = _origins(run.record.rollouts | again.record.rollouts, steps[-1], self.view.geometry.global_batch_size)
         if len(origins) != len(record.rollout):  # unknown, or an override has changed the rows
             origins = [{} for _ in record.rollout["completion_ids"]]
         for line in self._lines(record, origins):
@@ -296,10 +288,10 @@ def _rewards_of(part: Mapping[str, Any], completions: Sequence[tuple[str, str]],
     return torch.tensor([[math.nan if value is None else value for value in values] for values in columns]).T
 
 
-def _origins(trail: ReadTrail, step: int, size: int) -> list[dict[str, Any]]:
+def _origins(rollouts: Mapping[int, dict[str, Any]], step: int, size: int) -> list[dict[str, Any]]:
     """The prompt's row, the generation and the rewards of each completion of a step; empty where the trail sums up."""
-    first = max((number for number in trail.rollouts if number <= step), default=0)
-    made, line = list[dict[str, Any]](), trail.rollouts.get(first, {"rounds": (), "chosen": None})
+    first = max((number for number in rollouts if number <= step), default=0)
+    made, line = list[dict[str, Any]](), rollouts.get(first, {"rounds": (), "chosen": None})
     for part in line["rounds"]:
         if part["count"] != len(part["completions"]):
             return []

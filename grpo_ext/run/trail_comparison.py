@@ -9,12 +9,10 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
-from ..algorithms.digests import distance
 from ..errors import counted
-from .log import finite
-from .trail import ReadTrail
+from .record import Record, finite
 
 Verdict = Literal["same bits", "rounding", "few tokens", "different"]
 SAME: dict[Verdict, str] = {"same bits": "the same bits", "rounding": "the same up to rounding"}
@@ -26,7 +24,7 @@ _SENTENCES: dict[Verdict, str] = {
 }
 # the largest relative differences that count as rounding, in float32 and in half precision
 _LIMITS = {
-    "rewards": (1e-6, 1e-6),
+    "rewards": (1e-6, 1e-6),  # of the range of their group
     "advantages": (1e-4, 5e-2),
     "optimizer": (1e-6, 1e-6),
     "values": (1e-4, 5e-2),
@@ -36,6 +34,8 @@ _LIMITS = {
 _UNCOMPARED = ("time/", "layout/", "step_time", "sampling/", "counts/run")
 _OF_RUN = ("entropy", "clip_ratio/", "cispo_clip_ratio")  # over the completions that run
 _FIRST = ("learning_rate", "loss", "grad_norm")  # the values that are compared before all others
+# the largest step of Adam for one weight, in learning rates: (1 - 0.9) / sqrt(1 - 0.999) (Kingma and Ba 2015, 2.1)
+_ADAM = 3.2
 # differences are relative to the larger value, which is taken as at least this; 1 for others, whose terms may cancel
 _LEAST = {"grad_norm": 1e-2, "kl": 1e-2, "entropy": 1e-2, "learning_rate": 1e-12}
 
@@ -88,9 +88,9 @@ class Comparison:
         return {**finite(dataclasses.asdict(self)), "text": self.text}
 
 
-def compare_trails(a: ReadTrail, b: ReadTrail, half: bool, exact: bool = False) -> Comparison:
+def compare_trails(a: Record, b: Record, half: bool, exact: bool = False) -> Comparison:
     """Compare the steps that both have, in the order in which they are made; `exact`: no difference is rounding."""
-    steps = sorted((a.steps.keys() & b.steps.keys()) - {0})
+    steps = sorted({*a.trained} & {*b.trained})
     comparison = Comparison("same bits", len(steps), missing=[*_lacks("A", a), *_lacks("B", b)])
     logged = [{name for step in steps for name in trail.steps[step]["values"]} for trail in (a, b)]
     for run, names in (("A", logged[0] - logged[1]), ("B", logged[1] - logged[0])):
@@ -108,15 +108,14 @@ def compare_trails(a: ReadTrail, b: ReadTrail, half: bool, exact: bool = False) 
     gradient = 0.0  # the largest norm so far
     for step in steps:
         norms = [trail.steps[step]["values"].get("grad_norm") for trail in (a, b)]
-        gradient = max([gradient, *(norm if isinstance(norm, int | float) else math.inf for norm in norms)])
-        for difference in _of_step(step, a, b, start, sized):
+        gradient = max([gradient, *(norm if _is_number(norm) else math.inf for norm in norms)])
+        still = gradient <= _LEAST["grad_norm"] * _LIMITS["values"][half]  # all gradients are rounding
+        for difference in _of_step(step, a, b, start, sized, still):
             stage, error = difference.stage, difference.error
             if stage == "completions":
                 comparison.changed_completions[step] = difference.count / difference.of
             if comparison.first is not None:
                 continue
-            if stage == "weights" and gradient <= _LEAST["grad_norm"] * _LIMITS["values"][half]:
-                error = 0.0  # the gradients are rounding, of which Adam makes steps of any size
             if error <= _LIMITS.get(stage, (0.0, 0.0))[half] and not exact:
                 comparison.verdict, comparison.begins = "rounding", comparison.begins or difference
                 comparison.largest[stage] = max(comparison.largest.get(stage, 0.0), error)
@@ -127,16 +126,20 @@ def compare_trails(a: ReadTrail, b: ReadTrail, half: bool, exact: bool = False) 
     return comparison
 
 
-def _lacks(name: str, trail: ReadTrail) -> Iterator[str]:
-    """What a trail has not of the steps before its last."""
-    steps = sorted(trail.steps.keys() - {0})
+def _lacks(name: str, trail: Record) -> Iterator[str]:
+    """What a trail lacks."""
+    steps = trail.trained
     if steps and steps[0] > 1:
         yield f"{name} has no trail before step {steps[0]}, so only later steps were compared."
     if steps and (gaps := sorted({*range(steps[0], steps[-1])}.difference(steps))):
         yield f"{name} lacks {counted(len(gaps), 'step')} in between, the first is {gaps[0]}; they were not compared."
+    if steps and trail.starts and not trail.starts[-1].get("trail", True):
+        yield f"{name} has no trail after step {steps[-1]} (trail=False), so only earlier steps were compared."
 
 
-def _of_step(step: int, a: ReadTrail, b: ReadTrail, start: dict[str, Any], sized: list[int]) -> Iterator[Difference]:
+def _of_step(
+    step: int, a: Record, b: Record, start: dict[str, Any], sized: list[int], still: bool
+) -> Iterator[Difference]:
     """The differences of a step, in the order of its stages."""
     one, other = a.rollouts.get(step), b.rollouts.get(step)
     if one is not None and other is not None:
@@ -145,7 +148,7 @@ def _of_step(step: int, a: ReadTrail, b: ReadTrail, start: dict[str, Any], sized
         yield Difference(step, "prompts", f"only {'A' if other is None else 'B'} has a rollout batch that begins here")
     yield from _of_values(step, a.steps[step]["values"], b.steps[step]["values"])
     if "weights" in a.steps[step] and "weights" in b.steps[step]:
-        yield from _of_weights(step, a, b, start, sized)
+        yield from _of_weights(step, a, b, start, sized, still)
 
 
 def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
@@ -165,7 +168,8 @@ def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Dif
             elif changed := _unequal(*values):
                 place = min(changed)
                 what = f"{name} gave {both(*changed[place])} for {_place(one, place)}, the same completion"
-                yield _listed(step, "rewards", what, changed, values[0])
+                error = max(_of_spread(one, *values, place) for place in changed)
+                yield Difference(step, "rewards", what, len(changed), len(values[0]), error)
     if len(a["rounds"]) != len(b["rounds"]):
         yield Difference(step, "completions", f"dynamic sampling took {len(a['rounds'])} and {len(b['rounds'])} rounds")
     elif a.get("chosen") != b.get("chosen"):
@@ -206,7 +210,22 @@ def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Diff
             yield Difference(step, stage, f"{name} is {both(a[name], b[name])}", error=error)
 
 
-def _of_weights(step: int, a: ReadTrail, b: ReadTrail, start: dict[str, Any], sized: list[int]) -> Iterator[Difference]:
+def _of_spread(part: dict[str, Any], a: Sequence[Any], b: Sequence[Any], entry: int) -> float:
+    """The difference of two rewards relative to the range of their group, or of all where an entry is a sum."""
+    size = part["group"] if len(a) == part["count"] else len(a)
+    start = entry // size * size
+    groups = [[value for value in rewards[start : start + size] if _is_number(value)] for rewards in (a, b)]
+    spread = max((max(group) - min(group) for group in groups if group), default=0.0)
+    one, other = (rewards[entry] if entry < len(rewards) else None for rewards in (a, b))
+    error = relative(one, other, least=0.0)
+    if not spread or not _is_number(one) or not _is_number(other):
+        return error
+    return abs(one - other) / spread
+
+
+def _of_weights(
+    step: int, a: Record, b: Record, start: dict[str, Any], sized: list[int], still: bool
+) -> Iterator[Difference]:
     one, other = a.steps[step]["weights"], b.steps[step]["weights"]
     if one.keys() != other.keys():
         yield Difference(step, "weights", "other parameters are trained")
@@ -222,7 +241,28 @@ def _of_weights(step: int, a: ReadTrail, b: ReadTrail, start: dict[str, Any], si
         apart, moved = (math.hypot(*(distance(one[g][1], x[g][1]) for g in one if g in x)) for x in (other, start))
         error = apart / moved if moved else math.inf
         what += f", by about {apart:.1e} over all weights after step {end}, {error:.1e} of what training has changed"
+        if still:  # of such gradients Adam makes steps of any size, up to its largest
+            error = 0.0 if apart <= _reach(a, end) + _reach(b, end) else math.inf
     yield Difference(step, "weights", what, len(changed), len(one), error)
+
+
+def _reach(record: Record, last: int) -> float:
+    """How far the optimizer can have moved the weights until a step; infinite where the record does not say."""
+    start = record.start_of(last) if record.starts else {}
+    if (trained := start.get("trained_parameters")) is None:
+        return math.inf
+    sgd, total = "sgd" in str((start.get("settings") or {}).get("optim")), 0.0
+    for line in (line for step, line in record.steps.items() if 0 < step <= last):
+        rate, norm = line["values"].get("learning_rate"), line["values"].get("grad_norm")
+        if not _is_number(rate) or (sgd and not _is_number(norm)):
+            return math.inf
+        total += abs(rate) * (norm if sgd else _ADAM * math.sqrt(trained))
+    return total
+
+
+def distance(one: Sequence[Any], other: Sequence[Any]) -> float:
+    """An estimate of the distance of two sets of weights from their projections; infinite where one is not finite."""
+    return math.inf if None in one or None in other else math.dist(one, other) / math.sqrt(len(one))
 
 
 def _unequal(a: Sequence[Any], b: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
@@ -247,6 +287,10 @@ def relative(a: Any, b: Any, least: float = 1.0) -> float:
     """The difference of two values relative to the larger one, or to `least`; two NaN are equal."""
     if a == b or (a != a and b != b):
         return 0.0
-    if not isinstance(a, int | float) or not isinstance(b, int | float) or math.isnan(a) or math.isnan(b):
+    if not _is_number(a) or not _is_number(b) or math.isnan(a) or math.isnan(b):
         return math.inf
     return abs(a - b) / max(least, abs(a), abs(b))
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float)

@@ -6,6 +6,7 @@ to the recipe's parser. Libraries are imported when a command needs them: a `pla
 
 import json
 import tempfile
+import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,7 +142,9 @@ def check(
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
 ) -> None:
-    """Train a few steps of a run (default: the demo) under several splits and compare; status 1 when a split differs.
+    """Train a few steps of a run (default: the demo) under several splits and compare.
+
+    Exit status: 0 if all learn the same, 1 if one differs, 2 if one was refused or nothing was learned.
 
     Trains in float32 unless the run's settings name bf16 or fp16, and saves, reports and evaluates nothing.
     """
@@ -160,7 +163,7 @@ def check(
         write_file("--json", json_file, json.dumps(report.as_dict(), indent=1))
     typer.echo(report.conclusion())
     if not report.ok:
-        raise typer.Exit(1)
+        raise typer.Exit(1 if report.differs else 2)
 
 
 @app.command()
@@ -206,7 +209,6 @@ def diff(
 
     Exit status: 0 for the same bits or rounding, 1 for a difference, 2 if nothing can be compared.
     """
-    load_libraries()
     from ..run.diff import diff as compare
     from ..run.trail_comparison import SAME
 
@@ -214,6 +216,7 @@ def diff(
     if json_file is not None:
         write_file("--json", json_file, json.dumps(comparison.as_dict(), indent=1))
     if html is not None:
+        load_libraries()
         from .report import comparison_page
 
         write_file("--html", html, comparison_page(comparison.text, {"A": run_a, "B": run_b}))
@@ -230,6 +233,10 @@ def rerun(
     processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     gradients: Annotated[bool, typer.Option("--gradients", help="Record the gradient of each completion too.")] = False,
     call_rewards: Annotated[bool, typer.Option("--call-rewards", help="Call the reward functions again.")] = False,
+    script: Annotated[
+        Path | None,
+        typer.Option(help="The script that started the run, unless it is recipes/grpo.py."),
+    ] = None,
 ) -> None:
     """Run a step of a run again, token by token, and say whether it is the same.
 
@@ -240,7 +247,7 @@ def rerun(
 
     flags = {"rerun": step, "rerun_gradients": gradients, "rerun_rewards": call_rewards}
     options = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    raise typer.Exit(start(run, [*options, *context.args], processes))
+    raise typer.Exit(start(run, step, [*options, *context.args], processes, script))
 
 
 def run_app(commands: typer.Typer) -> None:
@@ -250,6 +257,9 @@ def run_app(commands: typer.Typer) -> None:
     except GrpoExtError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(2) from None  # 1 says that runs differ
 
 
 def main() -> None:

@@ -20,9 +20,7 @@ from transformers import TrainerCallback
 
 from ..algorithms.pass_at_k import PASS, first_and_last
 from ..errors import ConfigError
-from ..run.fingerprint import differences
-from ..run.log import LOG, LoggedRun, read_log
-from ..run.rerun import STEP
+from ..run.record import STEP, STEPS, Record, differences, read_record, tables_of
 from .samples import STRENGTHS, messages_of, reruns_of, rollouts_of, shown
 from .warning_signs import warnings_of
 
@@ -51,7 +49,7 @@ _INVISIBLE = re.compile(
 _COMPARED = ("settings", "geometry", "versions", "data", "model", "tokenizer", "rewards")  # parts of a start
 
 
-def _status(log: LoggedRun) -> str:
+def _status(log: Record) -> str:
     if log.starts and "ended" in log.starts[-1]:
         return str(log.starts[-1]["ended"])
     # in transformers' last line; a callback writes the report before the end of the run is logged
@@ -59,7 +57,7 @@ def _status(log: LoggedRun) -> str:
     return "finished" if finished else "not finished: it is still running, or was killed"
 
 
-def _changes(log: LoggedRun) -> list[tuple[str, Any, Any]]:
+def _changes(log: Record) -> list[tuple[str, Any, Any]]:
     """Differences between each start and the one before it: name, both values."""
     return [
         (f"start {number}: {name}", old, new)
@@ -96,13 +94,18 @@ def report(run: str | Path) -> Path:
     time = timedelta(seconds=round(log.seconds))
     about = {"status": _status(log), "changes": _changes(log), "scores": scores, "time": time}
     about |= {"warnings": warnings_of(series, str(run)), "reruns": reruns_of(Path(run))}
-    rollouts = rollouts_of(Path(run), {entry["step"] for entry in log.entries})
+    rollouts = rollouts_of(tables_of(run, log))
     text = _page(f"Run {run}", log=log, series=series, pictures=pictures, rollouts=rollouts, **about)
     page = Path(run).resolve() / "report" / "index.html"
-    if page.exists() and f'content="{_MARK}"' not in page.read_text(errors="replace")[:2000]:
-        raise ConfigError(f"{page} is not a report and would be overwritten; move it elsewhere.")
-    page.parent.mkdir(exist_ok=True)
-    page.write_text(text, encoding="utf-8")
+    if page.resolve() != page:
+        raise ConfigError(f"{page} is a link to {page.resolve()}, which a report would overwrite; remove the link.")
+    try:
+        if page.exists() and f'content="{_MARK}"' not in page.read_text(errors="replace")[:2000]:
+            raise ConfigError(f"{page} is not a report and would be overwritten; move it elsewhere.")
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{page} cannot be written ({error.strerror}); move what is there elsewhere.") from None
     return page
 
 
@@ -116,18 +119,19 @@ def comparison_page(text: str, runs: Mapping[str, str | Path]) -> str:
         if len(curves) == len(series):
             pictures[value] = _picture("", curves)
     title = " and ".join(f"{name}: {folder}" for name, folder in runs.items())
-    return _page(title, text=text, pictures=pictures, log=LoggedRun())
+    return _page(title, text=text, pictures=pictures, log=Record())
 
 
-def load_run(path: str | Path) -> tuple[LoggedRun, dict[str, Series]]:
+def load_run(path: str | Path) -> tuple[Record, dict[str, Series]]:
     """Read the log in a run's folder, and every number in it by name and in order.
 
     A ConfigError if it is empty; that of a step that was run again may be.
     """
     folder = Path(path)
-    log = read_log(folder / LOG) if (folder / LOG).is_file() else LoggedRun()
-    if not log.entries and not (folder / STEP).is_file():
-        raise ConfigError(f"{folder / LOG} is missing or empty; name the output_dir of a run that has logged a step.")
+    again = (folder / STEP).is_file()
+    log = Record() if again and not (folder / STEPS).is_file() else read_record(folder, trail=False)
+    if not log.entries and not again:
+        raise ConfigError(f"{folder / STEPS} has no log yet; name the output_dir of a run that has logged a step.")
     series: dict[str, Series] = {}
     for entry in log.entries:
         for name, value in {**entry["values"], "peak_memory_mib": entry.get("peak_memory_mib")}.items():

@@ -7,15 +7,14 @@ import bisect
 import contextlib
 import heapq
 import json
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 
-from ..run.log import json_lines
-from ..run.rerun import RERUNS, STEP
+from ..errors import ConfigError
+from ..run.record import RERUNS, STEP
 
 STRENGTHS = (0.01, 0.05, 0.2, 0.5)  # a token's colour by the size of its change, as shares of the page's largest
 
@@ -26,12 +25,9 @@ _CHARACTERS, _MESSAGES, _TOKENS = (1500, 500), (8, 4), (300, 100)  # shown from 
 Ends = tuple[Sequence[Any], int, Sequence[Any]]  # head, how many are left out, tail
 
 
-def rollouts_of(folder: Path, steps: Collection[int]) -> dict[int, list[dict[str, Any]]]:
-    """Rows of the first, the middle and the last table that was written at one of `steps`, by step."""
-    named = ((re.fullmatch(r"completions_(\d+)", path.stem), path) for path in folder.glob("completions/*.parquet"))
-    paths = {int(match[1]): path for match, path in named if match}
-    order = [step for step in sorted(paths) if step in steps]
-    rollouts = {}
+def rollouts_of(paths: Mapping[int, Path]) -> dict[int, list[dict[str, Any]]]:
+    """Rows of the first, the middle and the last of these tables, by step."""
+    rollouts, order = {}, [*paths]
     for step in dict.fromkeys(order[place] for place in (0, len(order) // 2, -1) if order):
         with contextlib.suppress(OSError, ValueError, KeyError):  # cut by a kill, or not TRL's
             rows = pyarrow.parquet.read_table(paths[step]).to_pylist()
@@ -50,7 +46,7 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
     for path in (folder / STEP, *folder.glob(f"{RERUNS}/*/{STEP}")):
         if not path.is_file():
             continue
-        lines = (line for _, line in json_lines(path))
+        lines = _lines(path)
         if about := next(lines, None):
             reruns.append((about | {"folder": path.parent.name}, heapq.nlargest(_LARGEST, lines, key=_size)))
     changes = [(line, _changes(line)) for _, largest in reruns for line in largest]
@@ -60,6 +56,19 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
         tokens = [(*_token(line["tokens"], place), _colour(of_line[place], most)) for place in (*head, *tail)]
         line["shown"] = tokens[: len(head)], left, tokens[len(head) :]
     return sorted(reruns, key=lambda rerun: (rerun[0]["step"], len(rerun[0]["folder"]), rerun[0]["folder"]))
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a step; a ConfigError for one that was damaged, without one that a kill has cut."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            with contextlib.suppress(ValueError, RecursionError):
+                line = json.loads(raw)
+                if isinstance(line, dict) and ("step" if number == 1 else "tokens") in line:
+                    yield line
+                    continue
+            if raw.endswith(b"\n"):
+                raise ConfigError(f"{path}: line {number} is not as it was written. Remove the folder.")
 
 
 def _size(line: Mapping[str, Any]) -> float:

@@ -25,7 +25,7 @@ from grpo_ext.forward import form_check, forms
 from grpo_ext.forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, Rows
 from grpo_ext.forward.forms import in_form, run_rows
 from grpo_ext.forward.routing import install_routers
-from grpo_ext.run.rerun import STEP
+from grpo_ext.run.record import STEP
 from grpo_ext.runtime import sequence_group
 from grpo_ext.runtime.sequence_group import SequenceGroup
 from grpo_ext.tools.plan import saved_bytes

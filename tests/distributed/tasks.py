@@ -26,7 +26,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import PrecisionError
 from grpo_ext.forward import forms
 from grpo_ext.forward.attention import PackRefused
-from grpo_ext.run.rerun import STEP
+from grpo_ext.run.record import STEP
 from grpo_ext.runtime.collectives import gather_nested, gather_on_main, ragged_gather
 from tests.support.images import Gallery, calling, image_model, image_processor, image_rows
 from tests.support.launch import leave

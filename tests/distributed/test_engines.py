@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run.loading import refuse_other_engine
-from grpo_ext.run.rerun import STEP
+from grpo_ext.run.record import STEP
 from grpo_ext.tools.export import export
 from tests.support import forks
 from tests.support.architectures import architecture

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ext.run.diff import diff
-from grpo_ext.run.trail import TRAIL, read_trail
+from grpo_ext.run.record import read_record
 from tests.support.cases import Bench
 from tests.support.launches import run_all
 
@@ -19,7 +19,7 @@ def test_one_and_two_processes_have_one_trail(tmp_path, case):
     found = diff(*folders)
     assert (found.verdict, found.first) == ("rounding", None), found.text
     assert any("num_processes 1 -> 2" in note for note in found.notes)
-    steps = read_trail(Path(folders[1]) / TRAIL).steps
+    steps = read_record(Path(folders[1])).steps
     assert [step for step, line in steps.items() if "weights" in line] == [
         0,
         *(s for s in steps if s and s % 2 == 0),
@@ -37,4 +37,4 @@ def test_a_run_that_is_resumed_on_two_processes_has_the_trail_of_one(tmp_path):
     assert (found.verdict, found.missing) == ("rounding", []), found.text
     assert found.begins is not None
     assert found.begins.step == 2
-    assert found.steps == max(read_trail(Path(two) / TRAIL).steps) > 2
+    assert found.steps == max(read_record(Path(two)).steps) > 2

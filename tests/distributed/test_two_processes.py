@@ -175,7 +175,7 @@ def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(
 
 def test_a_checkpoint_on_a_disk_that_nodes_share_is_published_once(both):
     """A node that looks for its part while the checkpoint gets its name would move it away."""
-    assert both["shared disk"] == [["README.md", "checkpoint-1", "log.jsonl", "trail.jsonl"]] * 2
+    assert both["shared disk"] == [["README.md", "checkpoint-1", "steps.jsonl"]] * 2
 
 
 @pytest.mark.parametrize("what", ["fault", "refusal"])

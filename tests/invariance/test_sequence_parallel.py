@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ext.errors import LaunchError
-from grpo_ext.run.log import LOG, read_log
+from grpo_ext.run.record import read_record
 from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
 from grpo_ext.tools.check.runs import Run
 from tests.support.cases import CASES, Bench
@@ -93,5 +93,5 @@ def test_a_killed_run_goes_on_where_more_or_fewer_processes_share_a_completion(t
     (last,) = run_all([run("killed", "last", 2, resume_from="latest")], 2)
     assert last.error is None, last.error
     assert update_error(whole.delta, last.delta) <= UPDATE
-    first, second = read_log(tmp_path / "killed" / LOG).resumed_from
+    first, second = read_record(tmp_path / "killed").resumed_from
     assert 0 < first < second < 6

@@ -51,7 +51,13 @@ class Page(HTMLParser):
 
 def line(step, **values):
     """A line of a run's log."""
-    return {"step": step, "time": 2.0 * step, "peak_memory_mib": 100.0 + step, "values": {"reward": 0.0, **values}}
+    return {
+        "line": "log",
+        "step": step,
+        "time": 2.0 * step,
+        "peak_memory_mib": 100.0 + step,
+        "values": {"reward": 0.0, **values},
+    }
 
 
 def make_run(folder, lines, **changes):
@@ -59,9 +65,9 @@ def make_run(folder, lines, **changes):
     folder.mkdir(parents=True)
     settings = {"loss_type": "dapo", "learning_rate": 1e-3, "max_steps": 4} | changes
     model = {"class": "Tiny", "parameters": 12345, "sha256": "ab"}
-    start = {"started": "2030-01-01", "plan": "16 completions", "model": model, "settings": settings}
-    began = {"step": 0, "start": start}
-    (folder / "log.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (began, *lines)))
+    start = {"started": "2020-01-01", "plan": "16 completions", "model": model, "settings": settings}
+    began = {"line": "start", "step": 0, **start}
+    (folder / "steps.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (began, *lines)))
     return folder
 
 

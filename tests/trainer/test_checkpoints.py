@@ -23,7 +23,7 @@ from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, run_to_resume, take_folder, why_broken, write_listing
 from grpo_ext.run.fingerprint import FINGERPRINT
 from grpo_ext.run.interrupts import TrainingInterrupted
-from grpo_ext.run.log import LOG, read_log
+from grpo_ext.run.record import read_record
 from grpo_ext.run.state import STATE, load_state
 from tests.support.tiny import prompts, sparse_reward, tiny_model, tokenizer_with
 from tests.support.trainers import LORA, SAVE, make, on, other, parameters, ran, signals, watched
@@ -156,7 +156,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
     monkeypatch.setattr(trainer, "save_model", full)
     with pytest.raises(CheckpointError, match=r"checkpoint-3 could not be written .*No space left.*untouched"):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-    assert read_log(copy / LOG).starts[-1]["ended"] == "failed"
+    assert read_record(copy).starts[-1]["ended"] == "failed"
     assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 2
     assert why_broken(copy / "checkpoint-3.replaced-1") is None
     assert not list(copy.glob("_writing*"))
@@ -190,7 +190,7 @@ def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, caplog):
         again = ran(make(copy, **SAVE), word)
         assert again.args.output_dir == str(beside)
         assert torch.equal(parameters(whole), parameters(again))
-        assert [entry["step"] for entry in read_log(beside / LOG).entries if "loss" in entry["values"]] == [1, 2, 3]
+        assert [entry["step"] for entry in read_record(beside).entries if "loss" in entry["values"]] == [1, 2, 3]
         assert [folder.name for folder in checkpoints(beside)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert not Path(f"{copy}-3").exists()
     assert [folder.name for folder in checkpoints(copy)] == [folder.name for folder in checkpoints(run)]
@@ -320,7 +320,7 @@ def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monk
     for trainer, name in ((first, "out"), (second, "out-2")):
         assert Path(str(trainer.args.output_dir)) == tmp_path / name
         assert [why_broken(path) for path in checkpoints(tmp_path / name)] == [None] * 3
-        assert read_log(tmp_path / name / LOG).starts[-1]["ended"] == "finished"
+        assert read_record(tmp_path / name).starts[-1]["ended"] == "finished"
     assert "out belongs to another run, which" in caplog.text
     assert "two runs would overwrite each other's checkpoints" in refusals[0]
     make(folder, **SAVE).train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # free again

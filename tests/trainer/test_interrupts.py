@@ -18,7 +18,7 @@ import torch
 
 from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
-from grpo_ext.run.log import LOG, read_log
+from grpo_ext.run.record import read_record
 from tests.support.launch import ROOT, environment, two_processes
 from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import make, noted_events, on, parameters, ran, signals, stopping, watched
@@ -110,7 +110,7 @@ def test_an_evaluation_that_was_due_is_made_by_the_run_that_resumes(tmp_path, st
     again.train(resume_from_checkpoint="latest")
     assert torch.equal(parameters(runs["whole"]), parameters(again))
     assert logged(again.state.log_history) == logged(runs["whole"].state.log_history)
-    whole, resumed = (logged(read_log(tmp_path / name / LOG).entries) for name in runs)
+    whole, resumed = (logged(read_record(tmp_path / name).entries) for name in runs)
     assert resumed == whole
     assert (stop in evaluated) is due
     for name in ("best_metric", "best_global_step"):
@@ -173,7 +173,7 @@ def test_both_processes_stop_where_one_is_asked_and_resume_beside_an_earlier_run
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out", "out-2"]
     whole, resumed = (tmp_path / name for name in ("out", "out-2"))
     assert torch.equal(torch.load(whole / "end.pt"), torch.load(resumed / "end.pt"))
-    assert logged(read_log(whole / LOG).entries) == logged(read_log(resumed / LOG).entries)
+    assert logged(read_record(whole).entries) == logged(read_record(resumed).entries)
     # another run is refused by both processes, and one reports it
     status, output = two_processes(tmp_path / "script.py", str(tmp_path / "out"), "other")
     said = re.split(r"\n[EW]\d+ .*torch/distributed/elastic", output)[0]  # before the launcher's own report

@@ -61,7 +61,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_before_a_weight_moves(tmp_pa
     assert not torch.equal(weights[0], weights[-1])
     assert checkpoints(tmp_path) == ["checkpoint-2"]
     assert find_checkpoint("latest", str(tmp_path)) == str(tmp_path / "checkpoint-2")
-    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["end"]["ended"] == "failed"
+    assert json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[-1])["ended"] == "failed"
 
 
 def test_the_first_module_below_the_loss_is_named(tmp_path):

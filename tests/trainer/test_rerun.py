@@ -13,7 +13,8 @@ from peft import LoraConfig
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, MemoryShortageError
 from grpo_ext.run.checkpoint import checkpoints
-from grpo_ext.run.rerun import STEP, Rerun
+from grpo_ext.run.record import STEP
+from grpo_ext.run.rerun import Rerun
 from grpo_ext.step.record import StepRecord
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model, tiny_tokenizer
@@ -198,7 +199,7 @@ def test_gradients_of_completions_add_up(tmp_path, changes):
 
 
 def test_what_cannot_be_run_again_says_why(tmp_path, base):
-    with pytest.raises(ConfigError, match=r"no step 21; its trail has the steps 1 to 20"):
+    with pytest.raises(ConfigError, match=r"no step 21; its record has the steps 1 to 20"):
         rerun(base, 21)
     with pytest.raises(ConfigError, match=r"not the run of .*data.by_column"):
         rerun(base, 3, train_dataset=prompts(12, seed=5))
@@ -208,7 +209,7 @@ def test_what_cannot_be_run_again_says_why(tmp_path, base):
         rerun(base, "3")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rollout_func"):
         rerun(base, 3, rollout_func=lambda prompts, trainer: {})
-    with pytest.raises(ConfigError, match="has no trail"):
+    with pytest.raises(ConfigError, match="had trail=False"):
         rerun(run(tmp_path / "run", max_steps=2, trail=False), 1)
     trainer = make(tmp_path / "other", **{**RUN, "max_steps": 2, "save_strategy": "no"})
     trainer.train()

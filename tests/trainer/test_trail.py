@@ -15,8 +15,7 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.run import log as run_log
 from grpo_ext.run import trail
 from grpo_ext.run.diff import diff
-from grpo_ext.run.log import LOG
-from grpo_ext.run.trail import TRAIL, read_trail
+from grpo_ext.run.record import STEPS, read_record
 from grpo_ext.run.trail_comparison import SAME
 from grpo_ext.tools.cli import app
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model
@@ -139,7 +138,7 @@ def test_reward_functions_of_one_name_are_told_apart(tmp_path):
     doubled.__name__ = letter_reward.__name__
     one, other = (run(tmp_path / str(i), reward=[f, letter_reward]) for i, f in enumerate((letter_reward, doubled)))
     assert first_of(diff(one, other)) == ("rewards", 1)
-    assert list(read_trail(one / TRAIL).rollouts[1]["rounds"][0]["rewards"]) == ["letter_reward", "letter_reward (1)"]
+    assert list(read_record(one).rollouts[1]["rounds"][0]["rewards"]) == ["letter_reward", "letter_reward (1)"]
 
 
 def test_a_run_resumed_from_one_without_a_trail_is_compared_from_there_on(tmp_path, base):
@@ -153,19 +152,25 @@ def test_a_run_resumed_from_one_without_a_trail_is_compared_from_there_on(tmp_pa
 
 def test_steps_that_a_trail_lacks_are_in_the_first_lines(tmp_path, base):
     folder = run(tmp_path / "run")
-    lines = (folder / TRAIL).read_text().splitlines(keepends=True)
-    (folder / TRAIL).write_text("".join(line for line in lines if not line.startswith(('{"step": 3', '{"rollout": 3'))))
+    lines = (folder / STEPS).read_text().splitlines(keepends=True)
+    (folder / STEPS).write_text(
+        "".join(
+            line
+            for line in lines
+            if not line.startswith(('{"line": "step", "step": 3', '{"line": "rollout", "step": 3'))
+        )
+    )
     found = diff(base, folder)
     assert found.verdict == "same bits"
     assert found.text.splitlines()[1] == "B lacks 1 step in between, the first is 3; they were not compared."
-    (folder / TRAIL).write_text("".join(line for line in lines if not line.startswith('{"rollout": 1')))
+    (folder / STEPS).write_text("".join(line for line in lines if not line.startswith('{"line": "rollout", "step": 1')))
     found = diff(base, folder)
     assert "prompts: only A has a rollout batch that begins here" in found.text
 
 
 def test_a_run_that_has_not_ended_is_said(tmp_path, base):
     folder = run(tmp_path / "run")
-    (folder / LOG).write_text("".join(line for line in (folder / LOG).open() if '"end"' not in line))
+    (folder / STEPS).write_text("".join(line for line in (folder / STEPS).open() if '"line": "end"' not in line))
     said = "The last step of A is 6, that of B 6 (killed, or still training); 6 steps were compared."
     assert diff(base, folder).notes == [said]
     assert diff(base, base).notes == []
@@ -190,6 +195,43 @@ def test_a_setting_of_the_loss_is_named(tmp_path):
     assert found.meaning.endswith("epsilon.")
 
 
+def resumed(folder: Path, *calls: tuple[int, str], **changes: Any) -> Path:
+    """A run whose training calls, each from a checkpoint, have these `scale_rewards`."""
+    run(folder, **SAVE, **changes)
+    for step, scale in calls:
+        allowed = {"allow_changed_on_resume": ["scale_rewards"], "scale_rewards": scale}
+        make(folder, **{**RUN, **SAVE, **changes, **allowed}).train(
+            resume_from_checkpoint=f"{folder}/checkpoint-{step}"
+        )
+    return folder
+
+
+def test_a_cause_that_came_with_a_resume_is_named_where_a_later_one_took_it_back(tmp_path, base):
+    found = diff(base, resumed(tmp_path / "run", (3, "none"), (5, "group")))
+    assert first_of(found) == ("advantages", 4), found.text
+    assert found.meaning.endswith("computed differently: scale_rewards.")
+    assert any("scale_rewards 'group' -> 'none'" in note for note in found.notes)
+
+
+def test_what_changed_after_a_difference_is_no_cause(tmp_path, base):
+    found = diff(base, resumed(tmp_path / "run", (3, "none"), seed=9))
+    assert first_of(found) == ("prompts", 1), found.text
+    assert found.meaning.endswith(": seed.")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_a_callback_writes_are_named_as_a_possible_cause(tmp_path, frozen):
+    def parts(folder: Path, writes: bool) -> Path:
+        model = tiny_model("qwen2")
+        model.get_input_embeddings().weight.requires_grad_(not frozen)
+        spoil = on("on_step_begin", lambda state: model.get_input_embeddings().weight.data.mul_(-1.0), at=3)
+        return run(folder, model=model, callbacks=[spoil] if writes else [])
+
+    found = diff(*(parts(tmp_path / str(writes), writes) for writes in (False, True)))
+    assert first_of(found) == ("completions", 4), found.text
+    assert "weights that something wrote between two steps" in found.meaning
+
+
 def test_a_bit_of_the_weights_is_found(tmp_path, bits):
     model: list[Any] = []
     callback = on("on_optimizer_step", lambda state: nudge(model[0]), at=3)
@@ -197,7 +239,7 @@ def test_a_bit_of_the_weights_is_found(tmp_path, bits):
     model.append(trainer.model)
     trainer.train()
     found = diff(bits, tmp_path / "run")
-    steps = [read_trail(folder / TRAIL).steps for folder in (bits, tmp_path / "run")]
+    steps = [read_record(folder).steps for folder in (bits, tmp_path / "run")]
     equal = [one["weights"] == other["weights"] for one, other in zip(*(part.values() for part in steps))]
     assert equal[:4] == [True] * 4  # at the start and after three steps
     assert equal[4] is False
@@ -225,8 +267,8 @@ def test_a_resumed_run_goes_on_in_its_trail(tmp_path, bits):
         make(tmp_path / "run", **RUN, **BITS, **SAVE, callbacks=[on("on_step_end", lambda state: 1 / 0, at=4)]).train()
     trainer = make(tmp_path / "run", **RUN, **BITS, **SAVE, per_device_train_batch_size=5)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    lines = [json.loads(line) for line in (tmp_path / "run" / TRAIL).read_text().splitlines()]
-    assert [line["begin"] for line in lines if "begin" in line] == [0, 2]
+    lines = [json.loads(line) for line in (tmp_path / "run" / STEPS).read_text().splitlines()]
+    assert [line["step"] for line in lines if line["line"] == "start"] == [0, 2]
     found = diff(bits, tmp_path / "run")
     assert (found.verdict, found.steps) == ("same bits", 6), found.text
 
@@ -235,7 +277,7 @@ def test_runs_that_log_nothing_have_a_trail(tmp_path):
     quiet = {"logging_strategy": "no", "logging_steps": 0}
     folders = [run(tmp_path / str(size), **quiet, per_device_train_batch_size=size) for size in (8, 3)]
     assert diff(*folders).verdict == "rounding"
-    assert [step for step, line in read_trail(folders[0] / TRAIL).steps.items() if "weights" in line] == [0, 6]
+    assert [step for step, line in read_record(folders[0]).steps.items() if "weights" in line] == [0, 6]
 
 
 def test_another_reward_under_dynamic_sampling_is_a_reward(tmp_path):
@@ -250,8 +292,8 @@ def test_another_reward_under_dynamic_sampling_is_a_reward(tmp_path):
 
 def test_versions_and_settings_are_reported_and_are_no_difference(tmp_path, base):
     folder = run(tmp_path / "run")
-    text = (folder / LOG).read_text()
-    (folder / LOG).write_text(text.replace('"trl": "', '"trl": "9'))
+    text = (folder / STEPS).read_text()
+    (folder / STEPS).write_text(text.replace('"trl": "', '"trl": "9'))
     found = diff(base, folder)
     assert found.verdict == "same bits"
     assert any("versions.trl" in note for note in found.notes)
@@ -259,11 +301,11 @@ def test_versions_and_settings_are_reported_and_are_no_difference(tmp_path, base
 
 def test_a_few_tokens_that_rounding_changed_are_told_from_another_run(tmp_path, base):
     folder = run(tmp_path / "run", per_device_train_batch_size=3)
-    lines = [json.loads(line) for line in (folder / TRAIL).read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / STEPS).read_text().splitlines()]
     for line in lines:
-        if line.get("rollout") == 4:
+        if (line["line"], line["step"]) == ("rollout", 4):
             line["rounds"][0]["completions"][5] = "0" * 16
-    (folder / TRAIL).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / STEPS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = diff(base, folder)
     assert found.verdict == "few tokens"
     assert "until step 4, where 1 of 16 completions changed" in found.text
@@ -273,7 +315,7 @@ def test_a_few_tokens_that_rounding_changed_are_told_from_another_run(tmp_path, 
 def test_runs_that_cannot_be_compared_say_why(tmp_path, base):
     with pytest.raises(ConfigError, match="global_batch_size"):
         diff(base, run(tmp_path / "size", global_batch_size=8))
-    with pytest.raises(ConfigError, match=r"has no trail\.jsonl.*trail=False"):
+    with pytest.raises(ConfigError, match="had trail=False"):
         diff(base, run(tmp_path / "none", trail=False))
     run(tmp_path / "size", trail=False)  # whose trail is of the earlier start
     with pytest.raises(ConfigError, match="had trail=False"):
@@ -301,7 +343,7 @@ def test_a_loss_that_is_passed_on_also_runs_what_contributes_nothing(tmp_path, b
     assert diff(unskipped, passed_on).verdict == "same bits"
     found = diff(base, passed_on)
     assert found.verdict in SAME, found.text
-    steps = [read_trail(folder / TRAIL).steps for folder in (base, passed_on)]
+    steps = [read_record(folder).steps for folder in (base, passed_on)]
     pairs = [[trail[step]["values"] for trail in steps] for step in range(1, 7)]
     skipped = [step for step, (one, other) in enumerate(pairs, 1) if one["counts/run"] < other["counts/run"] == 16]
     assert skipped == [
@@ -312,9 +354,9 @@ def test_a_loss_that_is_passed_on_also_runs_what_contributes_nothing(tmp_path, b
 
 def test_another_entropy_of_the_same_completions_is_a_difference(tmp_path, base):
     shutil.copytree(base, tmp_path / "run")
-    lines = [json.loads(line) for line in (base / TRAIL).read_text().splitlines()]
-    next(line for line in lines if line.get("step") == 2)["values"]["entropy"] += 0.01
-    (tmp_path / "run" / TRAIL).write_text("\n".join(map(json.dumps, lines)))
+    lines = [json.loads(line) for line in (base / STEPS).read_text().splitlines()]
+    next(line for line in lines if (line["line"], line["step"]) == ("step", 2))["values"]["entropy"] += 0.01
+    (tmp_path / "run" / STEPS).write_text("\n".join(map(json.dumps, lines)))
     found = diff(base, tmp_path / "run")
     assert first_of(found) == ("values", 2)
     assert "values: entropy is" in found.text
@@ -326,15 +368,14 @@ def test_the_trail_changes_no_bit(tmp_path):
         trainer.train()
     one, other = map(parameters, trainers)
     assert one.equal(other)
-    assert (tmp_path / "True" / TRAIL).is_file()
-    assert not (tmp_path / "False" / TRAIL).exists()
+    assert [max(read_record(tmp_path / str(on)).steps, default=0) for on in (True, False)] == [6, 0]
 
 
 def test_a_full_disk_ends_the_trail_and_not_the_run(tmp_path, monkeypatch, caplog):
     real = open
 
     def full(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(path).endswith(TRAIL) and Path(path).is_file() and Path(path).stat().st_size > 3000:
+        if str(path).endswith(STEPS) and Path(path).is_file() and Path(path).stat().st_size > 20_000:
             raise OSError(28, "No space left on device")
         return real(path, *args, **kwargs)
 
@@ -342,8 +383,8 @@ def test_a_full_disk_ends_the_trail_and_not_the_run(tmp_path, monkeypatch, caplo
     trainer = make(tmp_path / "run", **RUN)
     trainer.train()
     assert trainer.state.global_step == 6
-    assert sum("continues without a trail" in r.getMessage() for r in caplog.records) == 1
-    assert max(read_trail(tmp_path / "run" / TRAIL).steps) < 6
+    assert sum("continues without it" in r.getMessage() for r in caplog.records) == 1
+    assert max(read_record(tmp_path / "run").steps) < 6
 
 
 def test_entries_of_large_batches_are_blocks(monkeypatch):

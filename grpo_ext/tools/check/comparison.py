@@ -94,6 +94,10 @@ class CheckReport:
         """Whether all splits of this package's trainer learned the same."""
         return all(r.verdict in ("reference", "same", "same bits", "rounding") for r in self.of(OURS))
 
+    @property
+    def differs(self) -> bool:
+        return any(r.verdict == "differs" for r in self.of(OURS))
+
     def of(self, trainer: str) -> list[SplitResult]:
         return [r for r in self.results if r.trainer == trainer]
 
@@ -189,8 +193,8 @@ def _verdict(
         return "nothing learned", why
     if other is reference:
         return "reference", ""
-    first = compare_trails(reference.trail, other.trail, half=not run.in_float32, exact=run.trace).first
-    stage = "" if first is None else f"{first.stage} at step {first.step}: {first.what}"  # stock TRL has no trail
+    first = compare_trails(reference.record, other.record, half=not run.in_float32, exact=run.trace).first
+    stage = "" if first is None else f"{first.stage} at step {first.step}: {first.what}"  # stock TRL has no record
     if run.trace and reference.trace == other.trace:
         return ("differs", stage or only_log) if result.metric_error else ("same bits", "")
     if run.trace:

@@ -24,7 +24,7 @@ from peft import PeftConfig
 
 from ...errors import LaunchError, counted
 from ...rewards.worker import pack
-from ...run.trail import ReadTrail
+from ...run.record import Record
 from ..stock import OURS
 
 WORKER = "grpo_ext.tools.check.worker"
@@ -68,7 +68,7 @@ class RunResult:
     log: list[dict[str, Any]] = field(default_factory=list)  # the Trainer's log lines
     error: str | None = None  # the message, if the run ended with an error
     trace: list[dict[str, str]] = field(default_factory=list)  # the hash of every tensor, by step
-    trail: ReadTrail = field(default_factory=ReadTrail)  # empty for stock TRL
+    record: Record = field(default_factory=Record)  # empty for stock TRL
     # the first gradient that is not zero, as the optimizer gets it
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from ...config import GRPOConfig
 from ...errors import ConfigError
 from ...rewards.worker import unpack
 from ...run.fingerprint import state_hashes
-from ...run.trail import TRAIL, read_trail
+from ...run.record import STEPS, read_record
 from ...trainer import GRPOTrainer
 from ..stock import STOCK, stock_config
 from .runs import RUNS, Run, RunResult
@@ -85,8 +85,8 @@ def _train(run: Run, trainer: trl.GRPOTrainer) -> RunResult:
             trainer.evaluate()
     result.delta = {name: (p.detach().double() - before[name]).cpu() for name, p in parameters.items()}
     result.log = trainer.state.log_history
-    if (path := Path(str(trainer.args.output_dir)) / TRAIL).is_file():
-        result.trail = read_trail(path)
+    if (folder := Path(str(trainer.args.output_dir)) / STEPS).is_file():
+        result.record = read_record(folder.parent)
     return result
 
 

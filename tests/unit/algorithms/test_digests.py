@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from grpo_ext.algorithms import digests
-from grpo_ext.algorithms.digests import PROJECTIONS, WeightDigest, digest, distance, layer_groups
+from grpo_ext.algorithms.digests import PROJECTIONS, WeightDigest, digest, layer_groups
+from grpo_ext.run.trail_comparison import distance
 
 SIZE = 3 * (1 << 16) + 5  # more than three blocks
 

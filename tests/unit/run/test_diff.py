@@ -1,23 +1,21 @@
-"""The comparison of two trails, and reading one: rounding is told from a difference, and nothing is hidden."""
+"""The comparison of two trails: rounding is told from a difference, and nothing is hidden."""
 
-import json
 import math
 from typing import Any
 
 import pytest
 
-from grpo_ext.errors import ConfigError
-from grpo_ext.run.trail import TRAIL, ReadTrail, read_trail
+from grpo_ext.run.record import Record
 from grpo_ext.run.trail_comparison import compare_trails, relative
 
 
-def trail(*places: float, first: int = 0, norm: float = 1.0, **values: Any) -> ReadTrail:
+def trail(*places: float, first: int = 0, norm: float = 1.0, **values: Any) -> Record:
     """A trail whose only group of weights is at these places from step `first` on."""
     lines = {
         step: {"values": {"grad_norm": norm, **values}, "weights": {"g": [str(place), [place] * 8]}}
         for step, place in enumerate(places, first)
     }
-    return ReadTrail({}, lines)
+    return Record(steps=lines)
 
 
 def test_what_training_has_changed_is_measured_from_the_trail_that_begins_earlier():
@@ -59,30 +57,43 @@ def test_two_values_that_are_no_numbers_are_equal_and_any_other_is_not():
     assert relative(4.0, 5.0) == pytest.approx(0.2)
 
 
-ROUND = {"count": 1, "rows": [0], "group": 1, "prompts": ["a"], "completions": ["b"], "rewards": {"r": [1.0]}}
-ROLLOUT = {"rollout": 1, "rounds": [ROUND], "chosen": None, "advantages": [0.5]}
-STEP = {"step": 1, "values": {"loss": 1.0}, "weights": {"g": ["a", [0.0] * 8]}}
+def rewarded(*rewards: float) -> Record:
+    """A record of one rollout batch of two groups."""
+    part = {"count": 4, "group": 2, "rows": [0, 1], "prompts": ["a", "b"], "completions": ["c"] * 4}
+    line = {"rounds": [{**part, "rewards": {"r": [*rewards]}}], "chosen": None, "advantages": [0.0] * 4}
+    return Record(rollouts={1: line}, steps={1: {"values": {}}})
 
 
 @pytest.mark.parametrize(
-    "damaged",
+    ("one", "other", "verdict"),
     [
-        7,
-        {"step": 1},
-        {**STEP, "weights": None},
-        {**STEP, "weights": {"g": ["a", [0.0] * 7]}},
-        {**STEP, "weights": {"g": None}},
-        {**ROLLOUT, "rounds": [{**ROUND, "group": 0}]},
-        {**ROLLOUT, "rounds": [{**ROUND, "rewards": []}]},
-        {**ROLLOUT, "advantages": None},
-        {"begin": "x"},
+        ((1e-7, 0.0, 2e-7, 0.0), (2e-7, 0.0, 2e-7, 0.0), "different"),
+        ((1e6, 1e6 + 2, 5.0, 6.0), (1e6 + 1, 1e6 + 2, 5.0, 6.0), "different"),
+        ((1e6, 1e6, 5.0, 6.0), (1e6, 1e6, 5.0, 6.0 + 5e-7), "rounding"),
+        ((2.0, 2.0, 3.0, 3.0), (2.0 + 1e-6, 2.0 + 1e-6, 3.0, 3.0), "rounding"),  # groups without a range
+        ((2.0, 2.0, 3.0, 3.0), (4.0, 4.0, 3.0, 3.0), "different"),
     ],
-    ids=str,
 )
-def test_a_line_that_was_damaged_is_named(tmp_path, damaged):
-    path = tmp_path / TRAIL
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in ({"begin": 0}, ROLLOUT, damaged, STEP)))
-    with pytest.raises(ConfigError, match=f"{TRAIL}: line 3 is not as it was written"):
-        read_trail(path)
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in ({"begin": 0}, ROLLOUT, STEP)) + '{"step": 2, "val')
-    assert list(read_trail(path).steps) == [1]
+def test_rewards_differ_relative_to_the_range_of_their_group(one, other, verdict):
+    found = compare_trails(rewarded(*one), rewarded(*other), half=False)
+    assert found.verdict == verdict, found.text
+    if found.first is not None:
+        assert found.first.stage == "rewards"
+
+
+@pytest.mark.parametrize(
+    ("optim", "apart", "verdict"),
+    [
+        ("adamw_torch", 1e-3, "rounding"),
+        ("adamw_torch", 5.0, "different"),
+        ("sgd", 1e-3, "different"),
+    ],
+)
+def test_without_a_gradient_weights_differ_by_no_more_than_a_step_can_move_them(optim, apart, verdict):
+    def moved(by: float) -> Record:
+        record = trail(0.0, by, norm=1e-9, learning_rate=1e-3)
+        record.starts = [{"step": 0, "settings": {"optim": optim}, "trained_parameters": 100}]
+        return record
+
+    found = compare_trails(moved(0.0), moved(apart), half=False)
+    assert found.verdict == verdict, found.text

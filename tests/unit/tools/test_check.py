@@ -15,7 +15,7 @@ from peft import LoraConfig
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, LaunchError
-from grpo_ext.run.trail import ReadTrail
+from grpo_ext.run.record import Record
 from grpo_ext.tools.check import runs, splits
 from grpo_ext.tools.check.comparison import (
     CheckReport,
@@ -117,23 +117,23 @@ def test_verdicts(half, gradient, changes, expected, reason):
     assert bool(result.reason) is bool(reason)
 
 
-def trail(*losses: float, tokens: str = "b") -> ReadTrail:
+def trail(*losses: float, tokens: str = "b") -> Record:
     """One whose second rollout batch has these tokens."""
     part = {"count": 1, "rows": [5], "group": 1, "prompts": ["a"], "rewards": {}}
     rollouts = {
         step: {"rounds": [{**part, "completions": [ids]}], "chosen": None, "advantages": [0.5]}
         for step, ids in enumerate(("b", tokens), 1)
     }
-    return ReadTrail(rollouts, {step: {"values": {"loss": loss}} for step, loss in enumerate(losses, 1)})
+    return Record([], [], rollouts, {step: {"values": {"loss": loss}} for step, loss in enumerate(losses, 1)})
 
 
 def test_a_split_that_differs_is_reported_with_its_first_stage():
     one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
-    one.trail, other.trail = trail(1.0, 1.0), trail(1.0, 9.0, tokens="c")
+    one.record, other.record = trail(1.0, 1.0), trail(1.0, 9.0, tokens="c")
     assert verdict(one, other).reason == "completions at step 2: generation 0 of row 5 has other tokens"
-    other.trail = trail(1.5, 9.0, tokens="c")
+    other.record = trail(1.5, 9.0, tokens="c")
     assert verdict(one, other).reason == "values at step 1: loss is 1 and 1.5"
-    other.trail = one.trail
+    other.record = one.record
     assert verdict(one, other).reason.startswith("largest difference")
 
 
@@ -154,10 +154,10 @@ def test_a_run_that_learned_nothing_is_not_ok():
 def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
     trace = [{"parameter/a": "1", "optimizer/a/exp_avg": "2"}, {"parameter/a": "3", "optimizer/a/exp_avg": "4"}]
     other = [trace[0], {"parameter/a": "3", "optimizer/a/exp_avg": "5"}]
-    one = RunResult("a", delta(1.0), [{"loss": 1.0}], trace=trace, trail=trail(1.0, 1.0))
+    one = RunResult("a", delta(1.0), [{"loss": 1.0}], trace=trace, record=trail(1.0, 1.0))
 
     def reason(trace, logged=1.0, loss=1.0):
-        two = RunResult("b", delta(1.0), [{"loss": logged}], trace=trace, trail=trail(1.0, loss))
+        two = RunResult("b", delta(1.0), [{"loss": logged}], trace=trace, record=trail(1.0, loss))
         result = verdict(one, two, trace=True)
         assert result.verdict == ("differs" if result.reason else "same bits")
         return result.reason

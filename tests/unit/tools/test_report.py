@@ -45,16 +45,16 @@ def test_the_page_shows_the_numbers_and_embeds_the_plots(tmp_path):
 
 def test_a_run_killed_in_a_line_is_shown_up_to_that_line(tmp_path):
     run = make_run(tmp_path / "run", [line(1, reward=0.25), line(2, reward=0.5), line(3, reward=0.75)])
-    (run / "log.jsonl").write_text((run / "log.jsonl").read_text()[:-30])
+    (run / "steps.jsonl").write_text((run / "steps.jsonl").read_text()[:-30])
     shown = "steps 2 of 4 state not finished: it is still running, or was killed reward, first -> last 0.25 -> 0.5"
     assert shown in Page(report(run)).text
 
 
 def test_a_folder_without_a_run_is_a_clear_error(tmp_path):
-    for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(ConfigError, match=r"log\.jsonl is missing or empty; name the output_dir of a run"):
+    for folder, said in ((tmp_path / "none", "is not the output_dir of a run"), (tmp_path, "has no log yet")):
+        with pytest.raises(ConfigError, match=said):
             load_run(folder)
-        (tmp_path / "log.jsonl").touch()
+        (tmp_path / "steps.jsonl").touch()
 
 
 def test_a_failed_report_is_a_sentence(tmp_path, monkeypatch):
