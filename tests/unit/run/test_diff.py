@@ -1,12 +1,15 @@
 """The comparison of two trails: rounding is told from a difference, and nothing is hidden."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from grpo_ext.run.record import Record
 from grpo_ext.run.trail_comparison import compare_trails, relative
+from tests.support.launch import ROOT
 
 
 def trail(*places: float, first: int = 0, norm: float = 1.0, **values: Any) -> Record:
@@ -97,3 +100,10 @@ def test_without_a_gradient_weights_differ_by_no_more_than_a_step_can_move_them(
 
     found = compare_trails(moved(0.0), moved(apart), half=False)
     assert found.verdict == verdict, found.text
+
+
+def test_comparing_imports_neither_torch_nor_trl():
+    heavy = {"torch", "trl", "transformers", "pandas"}
+    code = f"import sys; import grpo_ext.run.diff; print(*{heavy}.intersection(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == ""

@@ -14,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError
+from grpo_ext.run.record import STEPS
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.rerun import RECIPE
 from tests.support.launch import ROOT
@@ -29,6 +30,10 @@ if rank == "1":
     time.sleep(60)  # waits for the process that has failed
 while os.environ.get("WORLD_SIZE") == "2" and not Path("rank_1.json").exists():
     time.sleep(0.01)
+if "NOTHING" not in os.environ:
+    folder = Path(sys.argv[sys.argv.index("--output_dir") + 1], "rerun", "step")
+    folder.mkdir(parents=True)
+    (folder / "step.jsonl").touch()
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
 
@@ -40,7 +45,14 @@ def run(tmp_path) -> Path:
     settings = {"learning_rate": 1e-5, "rewards": ["a:b"], "output_dir": "elsewhere", "resume_from_checkpoint": "auto"}
     recipe = {"script": str(tmp_path / "script.py"), "folder": str(tmp_path), "settings": settings}
     (tmp_path / "run" / RECIPE).write_text(json.dumps(recipe))
+    lines = [{"line": "start", "step": 0}, *({"line": "step", "step": n, "values": {}} for n in range(1, 13))]
+    (tmp_path / "run" / STEPS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return tmp_path / "run"
+
+
+def rerun(run: Path, *options: str, named: bool = True) -> Any:
+    script = ["--script", str(run.parent / "script.py")] if named else []
+    return CliRunner().invoke(app, ["rerun", str(run), *script, "--step", "2", *options])
 
 
 def started(run: Path, rank: int = 0) -> dict[str, Any]:
@@ -49,7 +61,7 @@ def started(run: Path, rank: int = 0) -> dict[str, Any]:
 
 def test_the_script_runs_where_it_ran_with_its_settings_and_further_options(run):
     further = ["--per_device_train_batch_size", "3", "--forward", "padded"]
-    assert CliRunner().invoke(app, ["rerun", str(run), "--step", "12", "--gradients", *further]).exit_code == 0
+    assert rerun(run, "--step", "12", "--gradients", *further).exit_code == 0
     about = started(run)
     assert yaml.safe_load(about["settings"]) == {"learning_rate": 1e-5, "rewards": ["a:b"]}
     options = " ".join(about["argv"])
@@ -60,8 +72,29 @@ def test_the_script_runs_where_it_ran_with_its_settings_and_further_options(run)
 
 def test_a_status_is_passed_on_and_ends_the_other_processes(run, monkeypatch):
     monkeypatch.setenv("STATUS", "1")
-    assert CliRunner().invoke(app, ["rerun", str(run), "--step", "2", "--processes", "2"]).exit_code == 1
+    assert rerun(run, "--processes", "2").exit_code == 1
     assert [started(run, rank)["world"] for rank in (0, 1)] == ["2", "2"]
+
+
+@pytest.mark.parametrize("status", ["0", "1", "3"])
+def test_a_script_that_ran_no_step_again_is_no_difference(run, monkeypatch, status):
+    monkeypatch.setenv("STATUS", status)
+    monkeypatch.setenv("NOTHING", "1")
+    assert rerun(run).exit_code == 2
+
+
+def test_a_script_that_a_folder_names_is_not_run_by_itself(run):
+    result = rerun(run, named=False)
+    assert isinstance(result.exception, ConfigError)
+    assert f"pass --script {run.parent / 'script.py'}" in str(result.exception)
+    assert not (run.parent / "rank_0.json").exists()
+
+
+def test_a_step_that_the_record_lacks_is_refused_before_anything_is_started(run):
+    result = rerun(run, "--step", "13")
+    assert isinstance(result.exception, ConfigError)
+    assert "has no step 13; its record has the steps 1 to 12" in str(result.exception)
+    assert not (run.parent / "rank_0.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -69,7 +102,7 @@ def test_a_status_is_passed_on_and_ends_the_other_processes(run, monkeypatch):
 )
 def test_a_run_that_no_script_can_repeat_names_the_method(run, missing, what):
     (run.parent / missing).unlink()
-    result = CliRunner().invoke(app, ["rerun", str(run), "--step", "2"])
+    result = rerun(run)
     assert isinstance(result.exception, ConfigError)
     assert what in str(result.exception)
     assert "trainer.rerun(step=N)" in str(result.exception)
@@ -87,7 +120,7 @@ def test_a_run_that_no_script_can_repeat_names_the_method(run, missing, what):
 def test_what_cannot_be_started_says_why(run, recipe, options, what):
     if recipe is not None:
         (run / RECIPE).write_text(recipe)
-    result = CliRunner().invoke(app, ["rerun", str(run), "--step", "2", *options])
+    result = rerun(run, *options)
     assert isinstance(result.exception, ConfigError)
     assert what in str(result.exception)
     assert not (run.parent / "rank_0.json").exists()
@@ -95,7 +128,8 @@ def test_what_cannot_be_started_says_why(run, recipe, options, what):
 
 def test_a_signal_ends_what_was_started(run):
     (run.parent / "script.py").write_text("import pathlib, time; pathlib.Path('began').touch(); time.sleep(60)")
-    command = [sys.executable, "-m", "grpo_ext.tools.cli", "rerun", str(run), "--step", "2"]
+    script = str(run.parent / "script.py")
+    command = [sys.executable, "-m", "grpo_ext.tools.cli", "rerun", str(run), "--step", "2", "--script", script]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True) as process:
         while not (run.parent / "began").exists():
             assert process.poll() is None
