@@ -1,8 +1,8 @@
 """Short digests that are the same on every machine: of token ids, and of weights.
 
-The digest of weights is a sum over elements, modulo 2^64, of their bits times a factor of their place: it changes with
-a bit, and where two elements change places. Projections of the weights on random signs stand beside it: for two sets of
-weights the mean square of their differences estimates the squared distance.
+The digest of weights is a sum over elements of their bits times a factor of their place, modulo 2^32 within a block and
+2^64 over blocks: it changes with a bit, and where two elements change places. Projections of the weights on random
+signs stand beside it: for two sets of weights the mean square of their differences estimates the squared distance.
 """
 
 import functools
@@ -17,9 +17,10 @@ import torch
 
 from .keyed_random import GOLDEN, mix, signed
 
-PROJECTIONS = 8
+PROJECTIONS = 2  # of each group of layers
 _BLOCK = 1 << 16  # elements that share the table of factors and signs
-_CHUNKS = {"cpu": 4}  # blocks at a time: on a CPU they stay in its cache
+_ROW = 1 << 10  # elements of a block whose projection is a sum in their own precision, or in float32
+_CHUNKS = {"cpu": 2}  # blocks at a time: on a CPU they stay in its cache
 _CHUNK = 64
 _MODULUS = 1 << 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,18 +50,14 @@ class WeightDigest:
         if flat.device.type == "mps":  # which has no float64
             flat = flat.cpu()
         key, size = int(digest(name), 16), _CHUNKS.get(flat.device.type, _CHUNK) * _BLOCK
-        factors_B, signs_BP = _table(flat.device)
+        factors_B, signs_RP, signs_KP = _table(flat.device)
         sums, projected = [], []
         for start in range(0, flat.numel(), size):
             part = flat[start : start + size]
             part_NB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
-            bits_NB = part_NB.view(_INTEGERS[part.element_size()]).long()
-            if part.element_size() == 8:  # the highest bits would be lost in a product modulo 2^64
-                bits_NB = bits_NB ^ (bits_NB >> 32)
-            # the product of integer matrices is for CPUs only, and faster there
-            sums.append(torch.mv(bits_NB, factors_B) if flat.device.type == "cpu" else (bits_NB * factors_B).sum(1))
+            sums.append(_sums(part_NB, factors_B))
             if self.projections is not None:
-                projected.append(part_NB.double() @ signs_BP)
+                projected.append(_projected(part_NB, signs_RP, signs_KP))
         if not sums:
             return
         count = -(-flat.numel() // _BLOCK)
@@ -72,6 +69,25 @@ class WeightDigest:
     def as_list(self) -> list[Any]:
         """The digest in hex and the projections; NaN where weights are not finite."""
         return [f"{int(self.total) % _MODULUS:016x}", None if self.projections is None else self.projections.tolist()]
+
+
+def _sums(part_NB: torch.Tensor, factors_B: torch.Tensor) -> torch.Tensor:
+    """The sums (N,) of the bits of blocks times the factors, modulo 2^32."""
+    bits_NB = part_NB.view(_INTEGERS[part_NB.element_size()])
+    if bits_NB.element_size() > 2:  # the highest bits alone would be lost in a product
+        bits_NB = bits_NB ^ (bits_NB >> 4 * bits_NB.element_size())
+    bits_NB = bits_NB.int()
+    # the product of integer matrices is for CPUs only, and faster there
+    on_cpu = bits_NB.device.type == "cpu"
+    return (torch.mv(bits_NB, factors_B) if on_cpu else (bits_NB * factors_B).sum(1, dtype=torch.int32)).long()
+
+
+def _projected(part_NB: torch.Tensor, signs_RP: torch.Tensor, signs_KP: torch.Tensor) -> torch.Tensor:
+    """The projections (N, P) of blocks; a sign is that of the place in a row times that of the row."""
+    values = part_NB.to(torch.promote_types(part_NB.dtype, torch.float32)).view(-1, _ROW)
+    columns = [torch.mv(values, signs.to(values)) for signs in signs_RP.unbind(1)]  # faster than one product
+    rows_NKP = torch.stack(columns, 1).double().view(len(part_NB), -1, PROJECTIONS)
+    return (rows_NKP * signs_KP).sum(1)
 
 
 def _mixed(key: int, count: int) -> torch.Tensor:
@@ -92,9 +108,11 @@ def _signs(key: int, count: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4)
-def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors (B,) and signs (B, P) of the elements of a block."""
-    return _factors(0, _BLOCK).to(device), _signs(0, _BLOCK).double().to(device)
+def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Factors (B,) of the elements of a block, signs (R, P) of those of a row, and (K, P) of its rows."""
+    factors_B = _factors(0, _BLOCK).int()  # the lower bits
+    signs = (_signs(key, size).double() for key, size in ((0, _ROW), (1 << 32, _BLOCK // _ROW)))
+    return factors_B.to(device), *(part.to(device) for part in signs)
 
 
 def layer_of(name: str) -> str:

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 STEPS = "steps.jsonl"
 RERUNS, STEP = "rerun", "step.jsonl"  # in a run's folder: of steps that were run again (run.rerun)
 COPIED = "copied"  # what follows are the lines of the run in another folder, from which this one was resumed
-_PROJECTIONS = 8  # algorithms.digests, which imports torch
+_PROJECTIONS = 2  # algorithms.digests, which imports torch
 _EARLIER = ("log.jsonl", "trail.jsonl")
 _BEGINS = re.compile(rb'\{"line": "(start|copied|rollout|step|log|end)", "step": (\d+)[,}]')
 _TRAIL = (b"rollout", b"step")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from grpo_ext.algorithms.digests import PROJECTIONS
 from grpo_ext.run.record import Record
 from grpo_ext.run.trail_comparison import compare_trails, relative
 from tests.support.launch import ROOT
@@ -15,7 +16,7 @@ from tests.support.launch import ROOT
 def trail(*places: float, first: int = 0, norm: float = 1.0, **values: Any) -> Record:
     """A trail whose only group of weights is at these places from step `first` on."""
     lines = {
-        step: {"values": {"grad_norm": norm, **values}, "weights": {"g": [str(place), [place] * 8]}}
+        step: {"values": {"grad_norm": norm, **values}, "weights": {"g": [str(place), [place] * PROJECTIONS]}}
         for step, place in enumerate(places, first)
     }
     return Record(steps=lines)

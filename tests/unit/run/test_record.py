@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from grpo_ext.algorithms.digests import PROJECTIONS
 from grpo_ext.errors import ConfigError
 from grpo_ext.run.log import RunLog
 from grpo_ext.run.record import STEPS, read_record, tables_of
@@ -128,15 +129,15 @@ def test_tables_of_an_earlier_run_are_not_this_runs(tmp_path):
 
 ROUND = {"count": 1, "rows": [0], "group": 1, "prompts": ["a"], "completions": ["b"], "rewards": {"r": [1.0]}}
 ROLLOUT = {"line": "rollout", "step": 1, "rounds": [ROUND], "chosen": None, "advantages": [0.5]}
-STEP = {"line": "step", "step": 1, "values": {"loss": 1.0}, "weights": {"g": ["a", [0.0] * 8]}}
+STEP = {"line": "step", "step": 1, "values": {"loss": 1.0}, "weights": {"g": ["a", [0.0] * PROJECTIONS]}}
 START = {"line": "start", "step": 0, "trail": True}
 DEEP = '{"line": "log", "step": 1, "time": 1.0, "values": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}"
 DAMAGED = {
     "no mapping": "7",
     "no values": {"line": "step", "step": 1},
     "no weights": {**STEP, "weights": None},
-    "a projection less": {**STEP, "weights": {"g": ["a", [0.0] * 7]}},
-    "a projection that is a text": {**STEP, "weights": {"g": ["a", ["0"] * 8]}},
+    "a projection less": {**STEP, "weights": {"g": ["a", [0.0] * (PROJECTIONS - 1)]}},
+    "a projection that is a text": {**STEP, "weights": {"g": ["a", ["0"] * PROJECTIONS]}},
     "weights without a digest": {**STEP, "weights": {"g": None}},
     "a group of none": {**ROLLOUT, "rounds": [{**ROUND, "group": 0}]},
     "rewards without names": {**ROLLOUT, "rounds": [{**ROUND, "rewards": []}]},
