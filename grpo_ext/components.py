@@ -2,7 +2,6 @@
 
 import trl
 
-from .config import GRPOConfig
 from .forward.architecture import base_model_of, token_cost
 from .forward.lm_head import install
 from .forward.quantised import keep_4bit_weights
@@ -11,7 +10,6 @@ from .rollouts.build import build_rollouts
 from .rollouts.trl_methods import TrlMethods
 from .run.keeper import RunKeeper
 from .run.log import RunLog
-from .run.rerun import StepAgain
 from .runtime.clock import PhaseClock
 from .runtime.determinism import align_memory
 from .runtime.out_of_memory import MicroBatchLimits
@@ -22,9 +20,9 @@ from .view import TrainerView
 
 
 class Components:
-    """What the override points of a trainer hand over to; `config`: the user's, converted from `user_args`."""
+    """What the override points of a trainer hand over to."""
 
-    def __init__(self, view: TrainerView, config: GRPOConfig, user_args: trl.GRPOConfig | None) -> None:
+    def __init__(self, view: TrainerView, user_args: trl.GRPOConfig | None) -> None:
         args, base, self.clock = view.args, base_model_of(view.model), PhaseClock()
         view.add_callback(self.clock)
         keep_4bit_weights(view.model)
@@ -39,8 +37,7 @@ class Components:
         self.loss_overrides = LossOverrides(view, self.step_planner)
         self.pass_at_k = PassAtK(args)
         self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k, log)
-        self.again = StepAgain(view, self.keeper, rollouts, self.step_planner)
         view.add_callback(self.keeper)
         view.add_callback(self.keeper.watch)
-        if config.bitwise_invariant:
+        if args.bitwise_invariant:
             align_memory(*view.models)

@@ -40,7 +40,7 @@ from .rollouts.trl_methods import without_rows
 from .run.completions import completions_logged
 from .run.loading import dtypes_kept, fill_missing_state, load_renamed
 from .run.model_card import complete_card
-from .run.rerun import Rerun
+from .run.rerun import Rerun, StepAgain, begin, callbacks_of
 from .runtime.attributes import temporarily_set, temporarily_set_each
 from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import computing_with, pinned
@@ -140,11 +140,14 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._view = TrainerView(self, GRPOTrainer)
         self._view.verify()
         use_fixed_models(reference, teacher, self._view, config)
-        parts = Components(self._view, config, args)
-        self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
-        self._step_planner, self._loss_overrides, self._again = parts.step_planner, parts.loss_overrides, parts.again
-        self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
+        self._assemble(args)
         self._uncovered = check_trainer(self._view, self._rollouts, config, surveys)
+
+    def _assemble(self, args: Any) -> None:
+        parts = Components(self._view, args)
+        self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
+        self._step_planner, self._loss_overrides = parts.step_planner, parts.loss_overrides
+        self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
         self._rollouts.worker.rewards.pack_functions(reward_functions(self._view))
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
@@ -397,8 +400,14 @@ class GRPOTrainer(trl.GRPOTrainer):
                     return super().train(checkpoint, trial, ignore_keys_for_eval, **added)
 
     def rerun(self, step: int, *, gradients: bool = False, call_rewards: bool = False) -> Rerun:
-        """Run a step of the run in `output_dir` again, instead of `train()`; see `run.rerun.StepAgain.run`."""
-        return self._again.run(self.train, step, gradients, call_rewards)
+        """Run a step of the run in `output_dir` again, instead of `train()`; see `run.rerun`."""
+        beginning = begin(self._view, step, gradients, call_rewards)
+        again = self._view.copied(beginning.arguments(self.args), callbacks_of(self._view))
+        again._assemble(None)
+        try:
+            return StepAgain(again._view, again._rollouts, again._step_planner).run(again.train, beginning, gradients)
+        finally:
+            self.state = again.state
 
     def log(self, logs: dict[str, float], start_time: float | None = None, **added: Any) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""

@@ -15,6 +15,7 @@ import torch
 import trl
 from accelerate import Accelerator
 from transformers import GenerationConfig, ProcessorMixin, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from . import compat
 from .batching.sizes import BatchGeometry
@@ -229,9 +230,16 @@ class TrainerView:
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return temporarily_set(self._trainer, _logs=table)
 
-    def only_training(self) -> AbstractContextManager[None]:
-        """Inside, nothing is evaluated or shown."""
-        return temporarily_set(self._trainer, eval_dataset=None, log_completions=False)
+    def copied(self, args: GRPOConfig, callbacks: list[Any]) -> Any:
+        """A trainer of the same models, with arguments and callbacks of its own, that evaluates and shows nothing."""
+        trainer: Any = self._trainer
+        again = copy(trainer)
+        again.args, again.control, again.eval_dataset, again.log_completions = args, TrainerControl(), None, False
+        again.callback_handler = CallbackHandler(
+            callbacks, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
+        )
+        again._view = TrainerView(again, self._ours)
+        return again
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """The method of a subclass, or one assigned to the trainer, that replaces ours; None without one."""

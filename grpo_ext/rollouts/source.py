@@ -88,7 +88,8 @@ class Rollouts:
     waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
     threads: int | None = field(default=None, init=False)  # CPU threads of sampling ahead; None: as many as torch has
     steps: Any = field(default=None, init=False)  # the training loader's data set of steps
-    refuse_changes: Callable[[], None] = field(default=lambda: None, init=False)  # raises for what cannot be followed
+    # raises for what cannot be followed
+    refuse_changes: Callable[[], None] = field(default_factory=lambda: lambda: None, init=False)
     _has_made_one: bool = field(default=False, init=False)  # a rollout batch, of training or of an evaluation
 
     @property

@@ -1,10 +1,11 @@
 """`trainer.rerun(step)`: a step of a run again, token by token, and whether it is the step that the run made.
 
-A rerun is a run of its own in `rerun/step-N` of the run's folder, with a record, that ends after step N. It
+A rerun is a run of its own in `rerun/step-N` of the run's folder, by a copy of the trainer, that ends after step N. It
 begins at the newest checkpoint before the step, or at the start, and writes nothing elsewhere.
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -21,13 +22,15 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from ..compat import SyncRefModelCallback
+from ..config import GRPOConfig
 from ..errors import ConfigError
 from ..rollouts.join import digest_of
 from ..rollouts.source import Rollouts
-from ..runtime.attributes import temporarily_set_each
-from ..runtime.collectives import from_main_process, gather_lists
+from ..runtime.clock import PhaseClock
+from ..runtime.collectives import from_main_process, gather_lists, shards_parameters
 from ..settings import NOTED, resumes
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
@@ -35,6 +38,7 @@ from ..view import TrainerView
 from .checkpoint import checkpoints, why_not_resumable
 from .diff import Changes, RunOnDisk, changes, compare_runs, listed, read_run, settings_of
 from .fingerprint import fingerprint_of
+from .interrupts import InterruptWatch
 from .keeper import RunKeeper
 from .log import LineFile
 from .record import RERUNS, STEP, Record, refuse_unknown
@@ -66,108 +70,115 @@ class Rerun:
         return f"{which}: {SAME[found.verdict]}{sizes}{weights}"
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """Where a rerun begins: at a checkpoint in its folder, or without one at the start of the run."""
+
+    run: RunOnDisk
+    folder: Path
+    checkpoint: str | None
+    steps: range  # to train
+    call_rewards: bool
+
+    def arguments(self, args: GRPOConfig) -> GRPOConfig:
+        """A copy of a trainer's arguments: nothing is saved, evaluated or pushed."""
+        again = copy.copy(args)
+        again.output_dir, again.trail, again.allow_changed_on_resume = str(self.folder), True, ["stopped_early"]
+        again.allow_changed_on_resume += args.allow_changed_on_resume or ()
+        again.save_strategy = again.eval_strategy = IntervalStrategy.NO
+        again.eval_on_start = again.load_best_model_at_end = again.push_to_hub = again.log_completions = False
+        return again
+
+
+def begin(view: TrainerView, step: int, gradients: bool, call_rewards: bool) -> Beginning:
+    """Find where the run in a trainer's `output_dir` can be joined to make a step again.
+
+    Raises:
+        ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own.
+    """
+    if not isinstance(step, int):
+        raise ConfigError(f"step={step!r} is not a whole number.")
+    if view.rollout_func is not None:
+        raise ConfigError(f"a run with a rollout_func {_CANNOT}: what it samples is not known here.")
+    if view.use_vllm and (view.args.bf16 or view.args.fp16):
+        raise ConfigError(f"a run of vLLM in half precision {_CANNOT}, because it samples other tokens each time.")
+    if gradients and (shards_parameters(view.accelerator) or view.args.sequence_parallel_size > 1):
+        raise ConfigError(
+            "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."
+        )
+    return from_main_process(view.accelerator, functools.partial(_beginning, view, step, call_rewards))
+
+
+def callbacks_of(view: TrainerView) -> list[Any]:
+    """The callbacks of a trainer that a rerun needs: not the user's, and no tracker's."""
+    ours, callbacks = (RunKeeper, InterruptWatch, PhaseClock), view.callback_handler.callbacks
+    # a user's `Console` measures
+    needed = [c for c in callbacks if isinstance(c, _NEEDED) and getattr(c, "measure", None) is None]
+    if left_out := [type(c).__name__ for c in callbacks if c not in needed and not isinstance(c, ours)]:
+        logger.info(f"Without the callbacks {', '.join(left_out)}.")
+    return needed
+
+
+def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
+    source = Path(str(view.args.output_dir))
+    run = read_run(source)
+    record = run.record
+    refuse_unknown(step, record, source)
+    settings = settings_of(json.loads(json.dumps(fingerprint_of(view, view.geometry))))
+    if changed := _refused(run.settings(step), settings):
+        raise ConfigError(f"this is not the run of {source}, so its steps would be others: {listed(changed)}.")
+    names = itertools.chain([f"step-{step}"], (f"step-{step}-{number}" for number in itertools.count(2)))
+    folder = next(path for name in names if not (path := source / RERUNS / name).exists())
+    start, checkpoint = 0, None
+    # rewards are computed where the completions are sampled
+    latest = max(n for n in (1, *record.rollouts) if n <= step) if call_rewards else step
+    for path in reversed(checkpoints(source)):
+        number = int(path.name.rpartition("-")[2])
+        if number < latest and _linked(path, folder / path.name):
+            start, checkpoint = number, str(folder / path.name)
+            break
+    for number in range(start + 1, step):
+        if changed := _refused(run.settings(number), settings):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise ConfigError(
+                f"step {step} of {source} {_CANNOT}: no checkpoint lies between it and step {number}, which the "
+                f"run made with other settings before it was resumed ({listed(changed)})."
+            )
+    if checkpoint is None and view.state.global_step:
+        raise ConfigError(
+            f"{source} has no checkpoint before step {step}, and this trainer has trained already; build the "
+            "trainer anew, or save checkpoints (save_strategy='steps')."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    logged = record.entries[-1]["step"] if record.entries else 0
+    time = f", about {max(record.seconds / logged * (step - start), 1.0):.0f} s at the run's pace" if logged else ""
+    beginning = "the start" if checkpoint is None else Path(checkpoint).name
+    steps = range(start + 1, step + 1)
+    logger.info(f"Running {_named(steps)} of {source} again from {beginning}{time}, in {folder}.")
+    return Beginning(run, folder, checkpoint, steps, call_rewards)
+
+
 @dataclass
 class StepAgain:
-    """Runs steps again: what `rerun` of the trainer hands over to."""
+    """Runs steps again, on a trainer that nobody else uses."""
 
     view: TrainerView
-    keeper: RunKeeper
     rollouts: Rollouts
     planner: StepPlanner
 
-    def run(self, train: Callable[..., Any], step: int, gradients: bool, call_rewards: bool) -> Rerun:
-        """Train from the newest checkpoint before a step, or from the start, to the step; compare with the record.
-
-        Rewards are the run's, or with `call_rewards` computed again. `gradients`: record that of each completion too.
-        `train` is the trainer's; afterwards its weights are those after the step.
-
-        Raises:
-            ConfigError: the run's record has not this step, is another run, or samples in a way of its own.
-        """
-        view, accelerator = self.view, self.view.accelerator
-        self._refuse(step, gradients)
-        begin = functools.partial(self._begin, step, call_rewards)
-        run, folder, checkpoint, first = from_main_process(accelerator, begin)
-        record = StepRecord(gradients)
-        ours, callbacks = (self.keeper, self.keeper.watch, self.rollouts.worker.clock), view.callback_handler.callbacks
-        kept = [callback for callback in callbacks if callback in ours or isinstance(callback, _NEEDED)]
-        kept = [callback for callback in kept if getattr(callback, "measure", None) is None]  # of a user's `Console`
-        if left_out := [type(callback).__name__ for callback in callbacks if callback not in kept]:
-            logger.info(f"Without the callbacks {', '.join(left_out)}.")
-        here = {"output_dir": str(folder), "trail": True, "save_strategy": "no", "eval_strategy": "no"}
-        here |= {
-            "eval_on_start": False,
-            "load_best_model_at_end": False,
-            "push_to_hub": False,
-            "log_completions": False,
-        }
-        allowed = [*(view.args.allow_changed_on_resume or ()), "stopped_early"]
+    def run(self, train: Callable[..., Any], beginning: Beginning, gradients: bool) -> Rerun:
+        """Train to the last of the steps and record it; compare with the run's record."""
+        record, accelerator = StepRecord(gradients), self.view.accelerator
+        if not beginning.call_rewards:
+            self.rollouts.worker.known_rewards = self._known_rewards(beginning.run.record)
+        self.view.add_callback(_Ending(beginning.steps[-1], self.planner, record))
         try:
-            self.rollouts.worker.known_rewards = None if call_rewards else self._known_rewards(run.record)
-            changes: list[tuple[Any, dict[str, Any]]] = [(view.args, {**here, "allow_changed_on_resume": allowed})]
-            changes += [(view.callback_handler, {"callbacks": [*kept, _Ending(step, self.planner, record)]})]
-            if self.keeper.user_args is not None:
-                changes.append((self.keeper.user_args, {"output_dir": str(folder)}))
-            with temporarily_set_each(changes), view.only_training():
-                train(resume_from_checkpoint=checkpoint)
+            train(resume_from_checkpoint=beginning.checkpoint)
             record.gather()
-            return from_main_process(accelerator, lambda: self._end(run, folder, range(first, step + 1), record))
+            return from_main_process(accelerator, lambda: self._end(beginning, record))
         finally:
-            self.planner.record = self.rollouts.worker.known_rewards = None
-            for path in checkpoints(folder) if accelerator.is_main_process else ():
+            for path in checkpoints(beginning.folder) if accelerator.is_main_process else ():
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _refuse(self, step: Any, gradients: bool) -> None:
-        view = self.view
-        if not isinstance(step, int):
-            raise ConfigError(f"step={step!r} is not a whole number.")
-        if view.rollout_func is not None:
-            raise ConfigError(f"a run with a rollout_func {_CANNOT}: what it samples is not known here.")
-        if view.use_vllm and (view.args.bf16 or view.args.fp16):
-            raise ConfigError(f"a run of vLLM in half precision {_CANNOT}, because it samples other tokens each time.")
-        if gradients and self.planner.forwards.collective_forward:
-            raise ConfigError(
-                "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."
-            )
-
-    def _begin(self, step: int, call_rewards: bool) -> tuple[RunOnDisk, Path, str | None, int]:
-        """The run, the new folder, the checkpoint in it (None: from the start), and the first step to train."""
-        view, source = self.view, Path(str(self.view.args.output_dir))
-        run = read_run(source)
-        record = run.record
-        refuse_unknown(step, record, source)
-        settings = settings_of(json.loads(json.dumps(fingerprint_of(view, self.keeper.geometry))))
-        if changed := _refused(run.settings(step), settings):
-            raise ConfigError(f"this is not the run of {source}, so its steps would be others: {listed(changed)}.")
-        names = itertools.chain([f"step-{step}"], (f"step-{step}-{number}" for number in itertools.count(2)))
-        folder = next(path for name in names if not (path := source / RERUNS / name).exists())
-        start, checkpoint = 0, None
-        # rewards are computed where the completions are sampled
-        latest = max(n for n in (1, *record.rollouts) if n <= step) if call_rewards else step
-        for path in reversed(checkpoints(source)):
-            number = int(path.name.rpartition("-")[2])
-            if number < latest and _linked(path, folder / path.name):
-                start, checkpoint = number, str(folder / path.name)
-                break
-        for number in range(start + 1, step):
-            if changed := _refused(run.settings(number), settings):
-                shutil.rmtree(folder, ignore_errors=True)
-                raise ConfigError(
-                    f"step {step} of {source} {_CANNOT}: no checkpoint lies between it and step {number}, which the "
-                    f"run made with other settings before it was resumed ({listed(changed)})."
-                )
-        if checkpoint is None and view.state.global_step:
-            raise ConfigError(
-                f"{source} has no checkpoint before step {step}, and this trainer has trained already; build the "
-                "trainer anew, or save checkpoints (save_strategy='steps')."
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        logged = record.entries[-1]["step"] if record.entries else 0
-        time = f", about {max(record.seconds / logged * (step - start), 1.0):.0f} s at the run's pace" if logged else ""
-        begin = "the start" if checkpoint is None else Path(checkpoint).name
-        which = _named(range(start + 1, step + 1))
-        logger.info(f"Running {which} of {source} again from {begin}{time}, in {folder}.")
-        return run, folder, checkpoint, start + 1
 
     def _known_rewards(self, record: Record) -> Callable[..., torch.Tensor]:
         """Returns, as `_calculate_rewards`, the run's rewards of the same completions, and computes all others."""
@@ -189,7 +200,8 @@ class StepAgain:
 
         return rewards
 
-    def _end(self, run: RunOnDisk, folder: Path, steps: range, record: StepRecord) -> Rerun:
+    def _end(self, beginning: Beginning, record: StepRecord) -> Rerun:
+        run, folder, steps = beginning.run, beginning.folder, beginning.steps
         again = read_run(folder)
         begun = [start for start in run.record.starts if start["step"] < steps[-1]]
         begun[-1:] = [{**begun[-1], "ended": "before"}]  # it may go on
