@@ -4,8 +4,10 @@ Float32 carries 24 bits; a gradient is a sum of many terms that partly cancel (a
 two orders of summation differ by about 1e-7 to 1e-6 of its norm. That is the noise floor of everything below.
 """
 
+from grpo_ext.run.rounding import SAME_UPDATE
+
 # Relative update error of the default mode in float32 (the promise). Measured over the matrix: up to 4e-6.
-UPDATE = 1e-5
+UPDATE = SAME_UPDATE
 
 # Adam divides the gradient by the root of its second moment: an element whose gradient is itself rounding noise still
 # moves by a whole learning rate. With TRL's default epsilon of 1e-8 one such element changes the update by 1e-5 to 1e-2

@@ -9,10 +9,11 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from ..errors import counted
 from .record import Record, finite
+from .rounding import ADAM_STEP, LEAST, ROUNDING, is_number, relative
 
 Verdict = Literal["same bits", "rounding", "few tokens", "different"]
 SAME: dict[Verdict, str] = {"same bits": "the same bits", "rounding": "the same up to rounding"}
@@ -22,22 +23,10 @@ _SENTENCES: dict[Verdict, str] = {
     "few tokens": "The runs are the same until step {0.step}, where {0.count} of {0.of} completions changed.",
     "different": "The runs are different, from step {0.step} on.",
 }
-# the largest relative differences that count as rounding, in float32 and in half precision
-_LIMITS = {
-    "rewards": (1e-6, 1e-6),  # of the range of their group
-    "advantages": (1e-4, 5e-2),
-    "optimizer": (1e-6, 1e-6),
-    "values": (1e-4, 5e-2),
-    "weights": (1e-2, 0.5),  # of what training has changed
-}
 # timings, the layout, diagnostics of the sampler, and how many completions run
 _UNCOMPARED = ("time/", "layout/", "step_time", "sampling/", "counts/run")
 _OF_RUN = ("entropy", "clip_ratio/", "cispo_clip_ratio")  # over the completions that run
 _FIRST = ("learning_rate", "loss", "grad_norm")  # the values that are compared before all others
-# the largest step of Adam for one weight, in learning rates: (1 - 0.9) / sqrt(1 - 0.999) (Kingma and Ba 2015, 2.1)
-_ADAM = 3.2
-# differences are relative to the larger value, which is taken as at least this; 1 for others, whose terms may cancel
-_LEAST = {"grad_norm": 1e-2, "kl": 1e-2, "entropy": 1e-2, "learning_rate": 1e-12}
 
 
 @dataclass(frozen=True)
@@ -108,15 +97,15 @@ def compare_trails(a: Record, b: Record, half: bool, exact: bool = False) -> Com
     gradient = 0.0  # the largest norm so far
     for step in steps:
         norms = [trail.steps[step]["values"].get("grad_norm") for trail in (a, b)]
-        gradient = max([gradient, *(norm if _is_number(norm) else math.inf for norm in norms)])
-        still = gradient <= _LEAST["grad_norm"] * _LIMITS["values"][half]  # all gradients are rounding
+        gradient = max([gradient, *(norm if is_number(norm) else math.inf for norm in norms)])
+        still = gradient <= LEAST["grad_norm"] * ROUNDING["values"][half]  # all gradients are rounding
         for difference in _of_step(step, a, b, start, sized, still):
             stage, error = difference.stage, difference.error
             if stage == "completions":
                 comparison.changed_completions[step] = difference.count / difference.of
             if comparison.first is not None:
                 continue
-            if error <= _LIMITS.get(stage, (0.0, 0.0))[half] and not exact:
+            if error <= ROUNDING.get(stage, (0.0, 0.0))[half] and not exact:
                 comparison.verdict, comparison.begins = "rounding", comparison.begins or difference
                 comparison.largest[stage] = max(comparison.largest.get(stage, 0.0), error)
             else:
@@ -206,7 +195,7 @@ def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Diff
     for name in dict.fromkeys(n for n in (*_FIRST, *a) if n in a and n in b and not n.startswith(uncompared)):
         if a[name] != b[name]:
             stage = "optimizer" if name == "learning_rate" else "values"
-            error = relative(a[name], b[name], _LEAST.get(name, 1.0))
+            error = relative(a[name], b[name], LEAST.get(name, 1.0))
             yield Difference(step, stage, f"{name} is {both(a[name], b[name])}", error=error)
 
 
@@ -214,11 +203,11 @@ def _of_spread(part: dict[str, Any], a: Sequence[Any], b: Sequence[Any], entry: 
     """The difference of two rewards relative to the range of their group, or of all where an entry is a sum."""
     size = part["group"] if len(a) == part["count"] else len(a)
     start = entry // size * size
-    groups = [[value for value in rewards[start : start + size] if _is_number(value)] for rewards in (a, b)]
+    groups = [[value for value in rewards[start : start + size] if is_number(value)] for rewards in (a, b)]
     spread = max((max(group) - min(group) for group in groups if group), default=0.0)
     one, other = (rewards[entry] if entry < len(rewards) else None for rewards in (a, b))
     error = relative(one, other, least=0.0)
-    if not spread or not _is_number(one) or not _is_number(other):
+    if not spread or not is_number(one) or not is_number(other):
         return error
     return abs(one - other) / spread
 
@@ -254,9 +243,9 @@ def _reach(record: Record, last: int) -> float:
     sgd, total = "sgd" in str((start.get("settings") or {}).get("optim")), 0.0
     for line in (line for step, line in record.steps.items() if 0 < step <= last):
         rate, norm = line["values"].get("learning_rate"), line["values"].get("grad_norm")
-        if not _is_number(rate) or (sgd and not _is_number(norm)):
+        if not is_number(rate) or (sgd and not is_number(norm)):
             return math.inf
-        total += abs(rate) * (norm if sgd else _ADAM * math.sqrt(trained))
+        total += abs(rate) * (norm if sgd else ADAM_STEP * math.sqrt(trained))
     return total
 
 
@@ -273,7 +262,7 @@ def _unequal(a: Sequence[Any], b: Sequence[Any]) -> dict[int, tuple[Any, Any]]:
 
 def _listed(step: int, stage: str, what: str, changed: dict[int, tuple[Any, Any]], of: Sequence[Any]) -> Difference:
     """A difference of lists: as large as that of the two values that are furthest apart."""
-    error = max(relative(*pair) for pair in changed.values()) if stage in _LIMITS else math.inf
+    error = max(relative(*pair) for pair in changed.values()) if stage in ROUNDING else math.inf
     return Difference(step, stage, what, len(changed), len(of), error)
 
 
@@ -281,16 +270,3 @@ def both(a: Any, b: Any) -> str:
     """Two values, with as many digits as tell them apart."""
     texts = [[f"{v:.{digits}g}" if isinstance(v, float) else str(v) for v in (a, b)] for digits in range(4, 18)]
     return " and ".join(next((text for text in texts if text[0] != text[1]), texts[0]))
-
-
-def relative(a: Any, b: Any, least: float = 1.0) -> float:
-    """The difference of two values relative to the larger one, or to `least`; two NaN are equal."""
-    if a == b or (a != a and b != b):
-        return 0.0
-    if not _is_number(a) or not _is_number(b) or math.isnan(a) or math.isnan(b):
-        return math.inf
-    return abs(a - b) / max(least, abs(a), abs(b))
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float)

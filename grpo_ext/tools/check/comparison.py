@@ -9,37 +9,15 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ...run.trail_comparison import compare_trails, relative
+from ...run.rounding import ROUNDING, SAME_GRADIENT, SAME_LOG, SAME_UPDATE, relative
+from ...run.trail_comparison import compare_trails
 from ..stock import OURS, STOCK
 from .runs import Run, RunResult
 
-# Float32 has 24 bits, and two orders of summation change a gradient by 1e-7 to 5e-6 of its norm (measured: the demo,
-# SmolLM2-135M). The smallest fault that was measured, an entropy bonus that is a mean of means, changes it by 2e-4.
-TOLERANCE = 1e-5  # relative update error, the promise of the default mode
-GRADIENT_TOLERANCE = 1e-5  # relative error of the first gradient
-METRIC_TOLERANCE = 1e-4  # `relative` difference of a logged value: a float32 sum in another order
-
-
-class Rounding(NamedTuple):
-    """The largest errors that count as rounding."""
-
-    gradient: float  # the first gradient
-    start: float  # its norm before clipping, and values in the first log line
-    update: float
-    log: float  # any logged value
-
-
-# Adam divides a gradient by its own size, so an element whose gradient is rounding noise moves by a whole learning
-# rate: with the default epsilon, updates from equal gradients differ by 1e-5 to 1e-2.
-IN_FLOAT32 = Rounding(GRADIENT_TOLERANCE, METRIC_TOLERANCE, update=1e-2, log=1e-2)
-# bfloat16 has 8 bits. When forwards rounded differently, gradients differed by up to 5e-2 and sums over the step by up
-# to 2e-3; most faults cause larger errors (docs/tools.md). Once a sampled token has changed, updates differ by up to
-# 0.33; updates of another seed differ by 1.4.
-IN_HALF = Rounding(gradient=0.1, start=5e-3, update=0.5, log=math.inf)
 # values that do not follow from the algorithm, or that depend on the split
 _NOT_COMPARED = re.compile(r"step_time|total_flos|.*(_runtime|_per_second)|(time|layout)/.*")
 _SAMPLED = ("completions/mean_length", "reward", "num_tokens")  # values that reveal different completions
@@ -166,11 +144,11 @@ def metric_difference(reference: list[dict[str, Any]], other: list[dict[str, Any
 
 
 def compare(
-    run: Run, split: Split, reference: RunResult, other: RunResult, tolerance: float = TOLERANCE
+    run: Run, split: Split, reference: RunResult, other: RunResult, tolerance: float = SAME_UPDATE
 ) -> SplitResult:
     """Compare two splits of `run`; with a trace compare hashes.
 
-    The verdict is "same" within all tolerances, and "rounding" within the errors that `Rounding` allows the precision.
+    The verdict is "same" within all tolerances, and "rounding" within `ROUNDING`.
     """
     result = SplitResult(split, run.trainer)
     if other.error is not None:
@@ -199,18 +177,19 @@ def _verdict(
         return ("differs", stage or only_log) if result.metric_error else ("same bits", "")
     if run.trace:
         return "differs", stage or "the state of the optimizer differs"
-    same_gradient, same_update = result.gradient_error <= GRADIENT_TOLERANCE, result.update_error <= tolerance
-    if same_gradient and same_update and result.metric_error <= METRIC_TOLERANCE:
+    same_gradient, same_update = result.gradient_error <= SAME_GRADIENT, result.update_error <= tolerance
+    if same_gradient and same_update and result.metric_error <= SAME_LOG:
         return "same", ""
     # in half precision "sampling/" measures rounding itself
-    bounds, noise = (IN_FLOAT32, ()) if run.in_float32 else (IN_HALF, ("sampling/",))
+    noise = () if run.in_float32 else ("sampling/",)
+    bounds = {what: pair[not run.in_float32] for what, pair in ROUNDING.items()}
     first_lines = [[{n: v for n, v in r.log[0].items() if not n.startswith(noise)}] for r in (reference, other)]
     start, name = max(metric_difference(*first_lines), (norm_error(reference, other), "grad_norm"))
-    near, begins = result.gradient_error <= bounds.gradient, start <= bounds.start
-    if near and begins and result.update_error <= bounds.update and result.metric_error <= bounds.log:
+    near, begins = result.gradient_error <= bounds["gradient"], start <= bounds["first log"]
+    if near and begins and result.update_error <= bounds["weights"] and result.metric_error <= bounds["log"]:
         return "rounding", ""
     what = f"{name} differs by {start:.1e} in the first log line," if near else "the gradient differs by"
-    limit = bounds.start if near else bounds.gradient
+    limit = bounds["first log"] if near else bounds["gradient"]
     beyond = "" if run.in_float32 or (near and begins) else f"{what} more than 16-bit rounding ({limit:g})"
     if cause := _known_cause(run, reference, other, beyond or stage):
         return "differs", cause

@@ -17,11 +17,12 @@ from ...checks.model import find_model
 from ...config import GRPOConfig
 from ...errors import ConfigError
 from ...rewards.registry import resolve_rewards
+from ...run.rounding import SAME_UPDATE
 from ...settings import named
 from ..data import load_prompts
 from ..options import as_dataclasses, demo_of, fields_of, load_arguments, output_settings
 from ..stock import OURS, STOCK
-from .comparison import TOLERANCE, CheckReport, Split, SplitResult, compare
+from .comparison import CheckReport, Split, SplitResult, compare
 from .runs import Run, RunResult, train
 
 
@@ -118,7 +119,7 @@ def check(
     *,
     steps: int = 3,
     against: str | None = None,
-    tolerance: float = TOLERANCE,
+    tolerance: float = SAME_UPDATE,
     bitwise: bool = False,
 ) -> CheckReport:
     """Train a few steps of a run, which has a `global_batch_size`, under every split; compare with the first split.

@@ -9,7 +9,8 @@ import pytest
 
 from grpo_ext.algorithms.digests import PROJECTIONS
 from grpo_ext.run.record import Record
-from grpo_ext.run.trail_comparison import compare_trails, relative
+from grpo_ext.run.rounding import relative
+from grpo_ext.run.trail_comparison import compare_trails
 from tests.support.launch import ROOT
 
 

@@ -7,7 +7,7 @@ import pytest
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools import report as module
 from grpo_ext.tools.report import load_run, plots_of, report, report_or_reason
-from tests.support.pages import Page, line, make_run
+from tests.support.pages import Page, line, make_run, write_rerun
 
 
 def test_every_plot_holds_exactly_what_was_logged(tmp_path):
@@ -76,3 +76,25 @@ def test_a_page_of_another_kind_is_not_overwritten(tmp_path):
     with pytest.raises(ConfigError, match="is not a report and would be overwritten"):
         report(run)
     assert page.read_text() == "mine"
+
+
+def test_a_report_stays_in_the_folder_and_says_what_is_in_its_way(tmp_path):
+    run, elsewhere = make_run(tmp_path / "run", [line(1)]), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / "report").symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=r"index\.html is a link to .*elsewhere/index\.html"):
+        report(run)
+    assert not [*elsewhere.iterdir()]
+    (run / "report").unlink()
+    (run / "report").touch()
+    with pytest.raises(ConfigError, match=r"index\.html cannot be written \(.*\); move what is there elsewhere"):
+        report(run)
+
+
+@pytest.mark.parametrize("damaged", ["7", '{"step": 3', '{"step": ' + "[" * 100_000, '{"text": "no step"}'])
+def test_a_damaged_step_that_was_run_again_is_named(tmp_path, damaged):
+    run = make_run(tmp_path / "run", [line(1)])
+    write_rerun(run / "rerun" / "step-12", [])
+    (run / "rerun" / "step-12" / "step.jsonl").write_text(f"{damaged}\n")
+    with pytest.raises(ConfigError, match=r"step\.jsonl: line 1 is not as it was written"):
+        report(run)
