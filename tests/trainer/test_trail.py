@@ -195,43 +195,6 @@ def test_a_setting_of_the_loss_is_named(tmp_path):
     assert found.meaning.endswith("epsilon.")
 
 
-def resumed(folder: Path, *calls: tuple[int, str], **changes: Any) -> Path:
-    """A run whose training calls, each from a checkpoint, have these `scale_rewards`."""
-    run(folder, **SAVE, **changes)
-    for step, scale in calls:
-        allowed = {"allow_changed_on_resume": ["scale_rewards"], "scale_rewards": scale}
-        make(folder, **{**RUN, **SAVE, **changes, **allowed}).train(
-            resume_from_checkpoint=f"{folder}/checkpoint-{step}"
-        )
-    return folder
-
-
-def test_a_cause_that_came_with_a_resume_is_named_where_a_later_one_took_it_back(tmp_path, base):
-    found = diff(base, resumed(tmp_path / "run", (3, "none"), (5, "group")))
-    assert first_of(found) == ("advantages", 4), found.text
-    assert found.meaning.endswith("computed differently: scale_rewards.")
-    assert any("scale_rewards 'group' -> 'none'" in note for note in found.notes)
-
-
-def test_what_changed_after_a_difference_is_no_cause(tmp_path, base):
-    found = diff(base, resumed(tmp_path / "run", (3, "none"), seed=9))
-    assert first_of(found) == ("prompts", 1), found.text
-    assert found.meaning.endswith(": seed.")
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_weights_that_a_callback_writes_are_named_as_a_possible_cause(tmp_path, frozen):
-    def parts(folder: Path, writes: bool) -> Path:
-        model = tiny_model("qwen2")
-        model.get_input_embeddings().weight.requires_grad_(not frozen)
-        spoil = on("on_step_begin", lambda state: model.get_input_embeddings().weight.data.mul_(-1.0), at=3)
-        return run(folder, model=model, callbacks=[spoil] if writes else [])
-
-    found = diff(*(parts(tmp_path / str(writes), writes) for writes in (False, True)))
-    assert first_of(found) == ("completions", 4), found.text
-    assert "weights that something wrote between two steps" in found.meaning
-
-
 def test_a_bit_of_the_weights_is_found(tmp_path, bits):
     model: list[Any] = []
     callback = on("on_optimizer_step", lambda state: nudge(model[0]), at=3)
