@@ -5,7 +5,6 @@ Differs from transformers' `log_history`, which only checkpoints hold. Completio
 """
 
 import contextlib
-import json
 import os
 import platform
 import sys
@@ -20,7 +19,7 @@ import torch
 from accelerate.logging import get_logger
 
 from ..rollouts.rounds import ScoredBatch
-from .record import COPIED, STEPS, finite
+from .record import COPIED, STEPS, line_of
 from .trail import rollout_line
 
 _PACKAGES = ("grpo_ext", "trl", "transformers", "accelerate", "torch", "peft", "datasets", "safetensors", "tokenizers")
@@ -46,7 +45,7 @@ class LineFile:
         if self.path is None:
             return
         with self.failing(), open(self.path, "ab") as file:
-            file.write(json.dumps(finite(line)).encode() + b"\n")
+            file.write(line_of(line))
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:

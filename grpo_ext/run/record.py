@@ -7,7 +7,8 @@ comes after the step that it resumes from. Written by run.log. Imports neither t
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -19,11 +20,9 @@ from ..errors import ConfigError
 STEPS = "steps.jsonl"
 RERUNS, STEP = "rerun", "step.jsonl"  # in a run's folder: of steps that were run again (run.rerun)
 COPIED = "copied"  # what follows are the lines of the run in another folder, from which this one was resumed
-_PROJECTIONS = 2  # algorithms.digests, which imports torch
 _EARLIER = ("log.jsonl", "trail.jsonl")
-_BEGINS = re.compile(rb'\{"line": "(start|copied|rollout|step|log|end)", "step": (\d+)[,}]')
-_TRAIL = (b"rollout", b"step")
-_MAPPINGS = ("settings", "geometry", "versions", "environment", "model", "data")  # of a start, where it has them
+_TRAIL = re.compile(rb'\{"line": "(rollout|step)"')
+_CHECKSUM = b', "crc32": "'  # of what stands before it
 
 
 @dataclass
@@ -31,7 +30,9 @@ class Record:
     """A record without superseded lines; steps are counted from 1. A start's "step" is the one it resumes after."""
 
     starts: list[dict[str, Any]] = field(default_factory=list)  # oldest first; with "ended" where the call has ended
-    entries: list[dict[str, Any]] = field(default_factory=list)  # logs: step, epoch, time and values
+    entries: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # logs: step, epoch, time, values; "begin" of their start
     rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the first step that trains on it
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)  # 0: the weights at the start
     seconds: float = 0.0  # spent in training calls, superseded steps included
@@ -61,29 +62,32 @@ def read_record(folder: str | Path, trail: bool = True) -> Record:
     Raises:
         ConfigError: the folder has none, that of an earlier version, or one with a line that is not as it was written.
     """
-    path, record, seconds = Path(folder) / STEPS, Record(), 0.0  # seconds of the training call so far
-    begins: list[int] = []  # of the entries: the step that their training call resumed after
-    for line in _lines(path, trail):
+    path = Path(folder) / STEPS
+    if not path.is_file():
+        if earlier := [name for name in _EARLIER if path.with_name(name).is_file()]:
+            raise ConfigError(f"an earlier version of grpo_ext wrote {folder} ({earlier[0]}); use that version.")
+        raise ConfigError(
+            f"{folder} is not the output_dir of a run: it has no {STEPS}, which a run writes when it begins to train."
+        )
+    record, seconds = Record(), 0.0  # seconds of the training call so far
+    for line in lines_of(path, without=None if trail else _TRAIL):
         kind, step = line["line"], line["step"]
         if kind == "log":
-            record.entries.append(line)
-            begins.append(record.starts[-1]["step"] if record.starts else 0)
+            record.entries.append({**line, "begin": record.starts[-1]["step"] if record.starts else 0})
             record.seconds += line["time"] - seconds
             seconds = line["time"]
         elif kind == "rollout":
             record.rollouts[step] = line
         elif kind == "step":
             record.steps[step] = line
-        elif kind == "end" and record.starts:
+        elif kind == "end":
             record.starts[-1] |= {name: value for name, value in line.items() if name not in ("line", "step")}
         elif step == 0:
-            record, begins, seconds = Record(), [], 0.0
+            record, seconds = Record(), 0.0
         else:
             seconds = 0.0
             # a call that resumed here may have logged this step too: an evaluation that was put off
-            old = zip(record.entries, begins, strict=True)
-            pairs = [(entry, begin) for entry, begin in old if entry["step"] <= step and begin < step]
-            record.entries, begins = [entry for entry, _ in pairs], [begin for _, begin in pairs]
+            record.entries = [part for part in record.entries if part["step"] <= step and part["begin"] < step]
             record.steps = {number: one for number, one in record.steps.items() if number <= step}
             record.rollouts = {number: one for number, one in record.rollouts.items() if number <= step}
         if kind == "start":
@@ -91,79 +95,29 @@ def read_record(folder: str | Path, trail: bool = True) -> Record:
     return record
 
 
-def _lines(path: Path, trail: bool) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        earlier = next((name for name in _EARLIER if path.with_name(name).is_file()), None)
-        if earlier is not None:
-            raise ConfigError(
-                f"{path.parent} has {earlier}, which an earlier version of grpo_ext wrote; use that version."
-            )
-        raise ConfigError(
-            f"{path.parent} is not the output_dir of a run: it has no {STEPS}, which a run of grpo_ext writes when it "
-            "begins to train."
-        )
+def lines_of(path: Path, without: re.Pattern[bytes] | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of a file that `line_of` has made, but for those that begin with a pattern, which are not read.
+
+    Raises:
+        ConfigError: a line is not as it was written. A last one that a kill has cut, or that is being written, is none.
+    """
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
-            begins = _BEGINS.match(raw)
-            if begins and not trail and begins[1] in _TRAIL:
+            if without is not None and without.match(raw):
                 continue
-            if begins and (line := _parsed(raw)) is not None and _WHOLE[line["line"]](line):
-                yield line
-            elif raw.endswith(b"\n"):  # else a kill has cut it, or it is being written
+            text, _, end = raw.rpartition(_CHECKSUM)
+            if end == b'%08x"}\n' % zlib.crc32(text):
+                yield json.loads(text + b"}")
+            elif raw.endswith(b"\n"):
                 raise ConfigError(
                     f"{path}: line {number} is not as it was written. Restore the file, or remove the line."
                 )
 
 
-def _parsed(raw: bytes) -> Any:
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _has(part: Any, **kinds: Any) -> bool:
-    return isinstance(part, dict) and all(isinstance(part.get(name), kind) for name, kind in kinds.items())
-
-
-def _start(line: Mapping[str, Any]) -> bool:
-    return all(isinstance(line.get(name) or {}, dict) for name in _MAPPINGS)
-
-
-def _rollout(line: Mapping[str, Any]) -> bool:
-    part = {"count": int, "group": int, "rewards": dict, "rows": list, "prompts": list, "completions": list}
-    rounds = _has(line, rounds=list, advantages=list) and all(_has(one, **part) for one in line["rounds"])
-    return rounds and all(
-        one["group"] > 0 and all(isinstance(values, list) for values in one["rewards"].values())
-        for one in line["rounds"]
-    )
-
-
-def _step(line: Mapping[str, Any]) -> bool:
-    weights = line.get("weights", {})
-    if not _has(line, values=dict) or not isinstance(weights, dict):
-        return False
-    pairs = all(isinstance(part, list) and len(part) == 2 for part in weights.values())
-    return pairs and all(part is None or _projections(part) for _, part in weights.values())
-
-
-def _projections(part: Any) -> bool:
-    """None stands for what is not finite."""
-    return (
-        isinstance(part, list)
-        and len(part) == _PROJECTIONS
-        and all(isinstance(value, int | float | None) for value in part)
-    )
-
-
-def _log(line: Mapping[str, Any]) -> bool:
-    return _has(line, time=int | float, values=dict)
-
-
-_WHOLE: dict[str, Callable[[Any], bool]] = {
-    **{"start": _start, "rollout": _rollout, "step": _step, "log": _log},
-    **dict.fromkeys((COPIED, "end"), lambda line: True),
-}
+def line_of(content: Mapping[str, Any]) -> bytes:
+    """A line of JSON with its checksum; NaN and infinity become null."""
+    text = json.dumps(finite(content)).encode().removesuffix(b"}")
+    return text + _CHECKSUM + b'%08x"}\n' % zlib.crc32(text)
 
 
 def refuse_unknown(step: int, record: Record, folder: str | Path) -> None:

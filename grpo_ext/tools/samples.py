@@ -7,14 +7,13 @@ import bisect
 import contextlib
 import heapq
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet
 
-from ..errors import ConfigError
-from ..run.record import RERUNS, STEP
+from ..run.record import RERUNS, STEP, lines_of
 
 STRENGTHS = (0.01, 0.05, 0.2, 0.5)  # a token's colour by the size of its change, as shares of the page's largest
 
@@ -46,7 +45,7 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
     for path in (folder / STEP, *folder.glob(f"{RERUNS}/*/{STEP}")):
         if not path.is_file():
             continue
-        lines = _lines(path)
+        lines = lines_of(path)
         if about := next(lines, None):
             reruns.append((about | {"folder": path.parent.name}, heapq.nlargest(_LARGEST, lines, key=_size)))
     changes = [(line, _changes(line)) for _, largest in reruns for line in largest]
@@ -56,19 +55,6 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
         tokens = [(*_token(line["tokens"], place), _colour(of_line[place], most)) for place in (*head, *tail)]
         line["shown"] = tokens[: len(head)], left, tokens[len(head) :]
     return sorted(reruns, key=lambda rerun: (rerun[0]["step"], len(rerun[0]["folder"]), rerun[0]["folder"]))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a step; a ConfigError for one that was damaged, without one that a kill has cut."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            with contextlib.suppress(ValueError, RecursionError):
-                line = json.loads(raw)
-                if isinstance(line, dict) and ("step" if number == 1 else "tokens") in line:
-                    yield line
-                    continue
-            if raw.endswith(b"\n"):
-                raise ConfigError(f"{path}: line {number} is not as it was written. Remove the folder.")
 
 
 def _size(line: Mapping[str, Any]) -> float:

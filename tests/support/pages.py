@@ -9,6 +9,8 @@ from urllib.parse import unquote
 import pandas
 import pytest
 
+from tests.support.trails import write_lines
+
 BROWSERS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 # opens the page in a frame as wide as a telephone and writes what it finds as the text of the document
 FRAME = """<!DOCTYPE html><html style="color-scheme: light dark"><body>
@@ -67,7 +69,7 @@ def make_run(folder, lines, **changes):
     model = {"class": "Tiny", "parameters": 12345, "sha256": "ab"}
     start = {"started": "2020-01-01", "plan": "16 completions", "model": model, "settings": settings}
     began = {"line": "start", "step": 0, **start}
-    (folder / "steps.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (began, *lines)))
+    write_lines(folder / "steps.jsonl", (began, *lines))
     return folder
 
 
@@ -96,7 +98,7 @@ def write_rerun(folder, lines, **about):
     folder.mkdir(parents=True)
     step = {"step": 12, "loss": 0.01, "grad_norm": 0.3, "layers": {"model.layers.0": 0.1}}
     step |= {"verdict": "same bits", "text": "steps 11 to 12: the same bits", **about}
-    (folder / "step.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (step, *lines)))
+    write_lines(folder / "step.jsonl", (step, *lines))
 
 
 def opened(page, folder, *options):

@@ -19,7 +19,7 @@ from grpo_ext.run.record import STEPS, read_record
 from grpo_ext.run.trail_comparison import SAME
 from grpo_ext.tools.cli import app
 from tests.support.tiny import letter_reward, prompts, sparse_reward, tiny_model
-from tests.support.trails import RUN, first_of, run
+from tests.support.trails import RUN, first_of, read_lines, run, write_lines
 from tests.support.trainers import SAVE, make, on, parameters, passing_on
 
 BITS: dict[str, Any] = {"bitwise_invariant": True}
@@ -152,25 +152,20 @@ def test_a_run_resumed_from_one_without_a_trail_is_compared_from_there_on(tmp_pa
 
 def test_steps_that_a_trail_lacks_are_in_the_first_lines(tmp_path, base):
     folder = run(tmp_path / "run")
-    lines = (folder / STEPS).read_text().splitlines(keepends=True)
-    (folder / STEPS).write_text(
-        "".join(
-            line
-            for line in lines
-            if not line.startswith(('{"line": "step", "step": 3', '{"line": "rollout", "step": 3'))
-        )
-    )
+    lines = read_lines(folder / STEPS)
+    third = [("step", 3), ("rollout", 3)]
+    write_lines(folder / STEPS, (line for line in lines if (line["line"], line["step"]) not in third))
     found = diff(base, folder)
     assert found.verdict == "same bits"
     assert found.text.splitlines()[1] == "B lacks 1 step in between, the first is 3; they were not compared."
-    (folder / STEPS).write_text("".join(line for line in lines if not line.startswith('{"line": "rollout", "step": 1')))
+    write_lines(folder / STEPS, (line for line in lines if (line["line"], line["step"]) != ("rollout", 1)))
     found = diff(base, folder)
     assert "prompts: only A has a rollout batch that begins here" in found.text
 
 
 def test_a_run_that_has_not_ended_is_said(tmp_path, base):
     folder = run(tmp_path / "run")
-    (folder / STEPS).write_text("".join(line for line in (folder / STEPS).open() if '"line": "end"' not in line))
+    write_lines(folder / STEPS, [line for line in read_lines(folder / STEPS) if line["line"] != "end"])
     said = "The last step of A is 6, that of B 6 (killed, or still training); 6 steps were compared."
     assert diff(base, folder).notes == [said]
     assert diff(base, base).notes == []
@@ -230,7 +225,7 @@ def test_a_resumed_run_goes_on_in_its_trail(tmp_path, bits):
         make(tmp_path / "run", **RUN, **BITS, **SAVE, callbacks=[on("on_step_end", lambda state: 1 / 0, at=4)]).train()
     trainer = make(tmp_path / "run", **RUN, **BITS, **SAVE, per_device_train_batch_size=5)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    lines = [json.loads(line) for line in (tmp_path / "run" / STEPS).read_text().splitlines()]
+    lines = read_lines(tmp_path / "run" / STEPS)
     assert [line["step"] for line in lines if line["line"] == "start"] == [0, 2]
     found = diff(bits, tmp_path / "run")
     assert (found.verdict, found.steps) == ("same bits", 6), found.text
@@ -255,8 +250,8 @@ def test_another_reward_under_dynamic_sampling_is_a_reward(tmp_path):
 
 def test_versions_and_settings_are_reported_and_are_no_difference(tmp_path, base):
     folder = run(tmp_path / "run")
-    text = (folder / STEPS).read_text()
-    (folder / STEPS).write_text(text.replace('"trl": "', '"trl": "9'))
+    first, *others = read_lines(folder / STEPS)
+    write_lines(folder / STEPS, [{**first, "versions": {**first["versions"], "trl": "9"}}, *others])
     found = diff(base, folder)
     assert found.verdict == "same bits"
     assert any("versions.trl" in note for note in found.notes)
@@ -264,11 +259,11 @@ def test_versions_and_settings_are_reported_and_are_no_difference(tmp_path, base
 
 def test_a_few_tokens_that_rounding_changed_are_told_from_another_run(tmp_path, base):
     folder = run(tmp_path / "run", per_device_train_batch_size=3)
-    lines = [json.loads(line) for line in (folder / STEPS).read_text().splitlines()]
+    lines = read_lines(folder / STEPS)
     for line in lines:
         if (line["line"], line["step"]) == ("rollout", 4):
             line["rounds"][0]["completions"][5] = "0" * 16
-    (folder / STEPS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / STEPS, lines)
     found = diff(base, folder)
     assert found.verdict == "few tokens"
     assert "until step 4, where 1 of 16 completions changed" in found.text
@@ -317,9 +312,9 @@ def test_a_loss_that_is_passed_on_also_runs_what_contributes_nothing(tmp_path, b
 
 def test_another_entropy_of_the_same_completions_is_a_difference(tmp_path, base):
     shutil.copytree(base, tmp_path / "run")
-    lines = [json.loads(line) for line in (base / STEPS).read_text().splitlines()]
+    lines = read_lines(base / STEPS)
     next(line for line in lines if (line["line"], line["step"]) == ("step", 2))["values"]["entropy"] += 0.01
-    (tmp_path / "run" / STEPS).write_text("\n".join(map(json.dumps, lines)))
+    write_lines(tmp_path / "run" / STEPS, lines)
     found = diff(base, tmp_path / "run")
     assert first_of(found) == ("values", 2)
     assert "values: entropy is" in found.text

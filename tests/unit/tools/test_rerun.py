@@ -18,6 +18,7 @@ from grpo_ext.run.record import STEPS
 from grpo_ext.tools.cli import app
 from grpo_ext.tools.rerun import RECIPE
 from tests.support.launch import ROOT
+from tests.support.trails import write_lines
 
 SCRIPT = """
 import json, os, sys, time
@@ -46,7 +47,7 @@ def run(tmp_path) -> Path:
     recipe = {"script": str(tmp_path / "script.py"), "folder": str(tmp_path), "settings": settings}
     (tmp_path / "run" / RECIPE).write_text(json.dumps(recipe))
     lines = [{"line": "start", "step": 0}, *({"line": "step", "step": n, "values": {}} for n in range(1, 13))]
-    (tmp_path / "run" / STEPS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_lines(tmp_path / "run" / STEPS, lines)
     return tmp_path / "run"
 
 
