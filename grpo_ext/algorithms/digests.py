@@ -41,8 +41,8 @@ class WeightDigest:
     """The digest and the projections of some weights."""
 
     total: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))  # modulo 2^64
-    # (P,) float64 on the device of the weights; None: not computed
-    projections: torch.Tensor | None = field(default_factory=lambda: torch.zeros(PROJECTIONS, dtype=torch.float64))
+    # (P,) on the device of the weights
+    projections: torch.Tensor = field(default_factory=lambda: torch.zeros(PROJECTIONS, dtype=torch.float64))
 
     def add(self, name: str, values: torch.Tensor) -> None:
         """Add a parameter (of any shape and device) by its name."""
@@ -56,19 +56,17 @@ class WeightDigest:
             part = flat[start : start + size]
             part_NB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
             sums.append(_sums(part_NB, factors_B))
-            if self.projections is not None:
-                projected.append(_projected(part_NB, signs_RP, signs_KP))
+            projected.append(_projected(part_NB, signs_RP, signs_KP))
         if not sums:
             return
         count = -(-flat.numel() // _BLOCK)
         self.total = self.total.to(flat.device) + (torch.cat(sums) * _factors(key, count).to(flat.device)).sum()
-        if self.projections is not None:
-            values_NP, flips = torch.cat(projected), _signs(key, count)
-            self.projections = self.projections.to(flat.device) + (values_NP * flips.to(values_NP)).sum(0)
+        values_NP, flips = torch.cat(projected), _signs(key, count)
+        self.projections = self.projections.to(flat.device) + (values_NP * flips.to(values_NP)).sum(0)
 
     def as_list(self) -> list[Any]:
         """The digest in hex and the projections; NaN where weights are not finite."""
-        return [f"{int(self.total) % _MODULUS:016x}", None if self.projections is None else self.projections.tolist()]
+        return [f"{int(self.total) % _MODULUS:016x}", self.projections.tolist()]
 
 
 def _sums(part_NB: torch.Tensor, factors_B: torch.Tensor) -> torch.Tensor:

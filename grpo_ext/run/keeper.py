@@ -133,11 +133,11 @@ class RunKeeper(TrainerCallback):
             every = state.logging_steps  # 0 with logging_strategy="no"
             due = state.global_step >= state.max_steps or (every > 0 and state.global_step % every == 0)
             values, self._noted = self._noted, {}
-            weights = self._weights(due) if due or self.args.bitwise_invariant else None
+            weights = self._weights() if due or self.args.bitwise_invariant else None
             self._log.step(state.global_step, values, weights)
 
-    def _weights(self, projects: bool = True) -> dict[str, Any]:
-        return digests_of(self.view.policy, self._log.writes_trail, projects)
+    def _weights(self) -> dict[str, Any]:
+        return digests_of(self.view.policy, self._log.writes_trail)
 
     def note_step(self, loss: float, values: Mapping[str, float], counts: StepCounts, run: int) -> None:
         """Note the loss of an optimizer step, its values, what they are divided by, and how many completions run."""

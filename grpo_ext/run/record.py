@@ -46,10 +46,9 @@ class Record:
         return [start["step"] for start in self.starts if start["step"]]
 
     @property
-    def projected(self) -> list[int]:
-        """Steps, and 0 for the start, after which the projections of the weights are known."""
-        known = ((step, line.get("weights") or {}) for step, line in self.steps.items())
-        return sorted(step for step, weights in known if weights and all(part for _, part in weights.values()))
+    def weighed(self) -> list[int]:
+        """Steps, and 0 for the start, after which digests of the weights are known."""
+        return sorted(step for step, line in self.steps.items() if "weights" in line)
 
     def start_of(self, step: int) -> dict[str, Any]:
         """The start of the training call that made a step."""

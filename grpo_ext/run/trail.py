@@ -27,7 +27,7 @@ def rollout_line(scored: ScoredBatch) -> dict[str, Any]:
     }
 
 
-def digests_of(model: torch.nn.Module, here: bool, projects: bool) -> dict[str, Any]:
+def digests_of(model: torch.nn.Module, here: bool) -> dict[str, Any]:
     """The digest in hex of the trained weights and their projections, by group of layers, where `here` is true.
 
     A collective under FSDP and ZeRO-3, which gather one parameter after the other.
@@ -38,8 +38,7 @@ def digests_of(model: torch.nn.Module, here: bool, projects: bool) -> dict[str, 
         with gathered(trained[name]):
             values = full_tensor(trained[name].detach())
             if here:
-                one = found.setdefault(group, WeightDigest() if projects else WeightDigest(projections=None))
-                one.add(name, values)
+                found.setdefault(group, WeightDigest()).add(name, values)
     return {group: one.as_list() for group, one in found.items()}
 
 

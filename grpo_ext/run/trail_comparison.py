@@ -85,10 +85,10 @@ def compare_trails(a: Record, b: Record, half: bool, exact: bool = False) -> Com
     for run, names in (("A", logged[0] - logged[1]), ("B", logged[1] - logged[0])):
         if only := sorted(name for name in names if not name.startswith(_UNCOMPARED)):
             comparison.notes.append(f"Only {run} logs {', '.join(only)}.")
-    origin = min((a, b), key=lambda trail: min(trail.projected, default=math.inf))
-    begin = min(origin.projected, default=0)  # what training has changed is measured from there
-    start = origin.steps[begin]["weights"] if origin.projected else {}
-    sized = sorted(step for step in {*a.projected} & {*b.projected} if step > begin)
+    origin = min((a, b), key=lambda trail: min(trail.weighed, default=math.inf))
+    begin = min(origin.weighed, default=0)  # what training has changed is measured from there
+    start = origin.steps[begin]["weights"] if origin.weighed else {}
+    sized = sorted(step for step in {*a.weighed} & {*b.weighed} if step > begin)
     starts = [trail.steps.get(0, {}).get("weights") for trail in (a, b)]
     if None not in starts:
         comparison.weights_known = 0
@@ -222,7 +222,7 @@ def _of_weights(
     if not (changed := [group for group in one if one[group][0] != other[group][0]]):
         return
     what, error = f"first in {changed[0]}", math.inf
-    # where a step has digests alone (in bitwise mode without a log line), the next one that has more
+    # at the first step of both there is nothing yet that training has changed: see the next one
     place = bisect_left(sized, step)
     if place < len(sized):
         end = sized[place]
