@@ -12,7 +12,6 @@ import inspect
 import re
 import textwrap
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,7 @@ import trl
 from accelerate.logging import get_logger
 from packaging.specifiers import SpecifierSet
 
-from .errors import ConfigError, ContractError, shortened
+from .errors import ConfigError, ContractError
 from .runtime.attributes import temporarily_set_each
 
 # as in pyproject.toml
@@ -120,11 +119,6 @@ def image_token(model: Any) -> int | None:
     return getattr(model.config, "image_token_id", None)
 
 
-def forget_absent_layers(model: Any) -> None:
-    """Remove layers that a model with an image tower lacks from those that FSDP wraps: Accelerate refuses them."""
-    model._no_split_modules = {type(module).__name__ for module in model.modules()} & set(model._no_split_modules or ())
-
-
 def processing_class_of(model: Any, args: trl.GRPOConfig) -> Any:
     """Load the tokenizer or processor of a model (name or object) as TRL does; a ConfigError if it has no name."""
     kwargs: Any = args.model_init_kwargs or {}
@@ -216,47 +210,12 @@ def hiding_deprecations() -> Iterator[None]:
             filters.remove(_OLD_NAMES)
 
 
-def end_event_loop_with(trainer: Any) -> None:
-    """Stop the thread of a trainer's asynchronous functions once nothing refers to it; TRL stops it at exit."""
-    if (loop := getattr(trainer, "async_loop", None)) is not None:
-        weakref.finalize(trainer, loop.call_soon_threadsafe, loop.stop)
-
-
 def client_of(generation: Any) -> Any:
     """This process's client of TRL's vLLM server; TRL itself creates one on the main process only."""
     if (client := getattr(generation, "vllm_client", None)) is not None:
         return client
     url = generation.server_base_url or f"http://{generation.server_host}:{generation.server_port}"
     return VLLMClient(base_url=url, connection_timeout=generation.server_timeout)
-
-
-@contextmanager
-def starting_vllm_with(options: Mapping[str, Any]) -> Iterator[None]:
-    """Let TRL start its vLLM engine with further options; a ConfigError where vLLM does not start with them.
-
-    `VLLMGeneration` has no argument for them, so meanwhile its module's name `LLM` is a function that adds them.
-    """
-    engine = getattr(vllm_generation, "LLM", None)
-    if not options or engine is None:  # TRL reports that vLLM is not installed
-        yield
-        return
-
-    def start(**settings: Any) -> Any:
-        try:
-            return engine(**{**settings, **options})
-        except (TypeError, ValueError) as error:
-            reason = shortened(" ".join(str(error).split()), 150)
-            raise ConfigError(
-                f"vLLM does not start with {options}: {reason} Leave out the setting that needs them (vllm_lora, "
-                "routing_replay, or a filter with sampling_mask='replay', which needs vLLM 0.28 and its Model Runner "
-                "V2, and so no CPU)."
-            ) from error
-
-    vllm_generation.LLM = start
-    try:
-        yield
-    finally:
-        vllm_generation.LLM = engine
 
 
 def why_no_experts(mode: str) -> str | None:

@@ -203,11 +203,6 @@ class GRPOConfig(trl.GRPOConfig):
         "decay and momentum move it. True: the optimizer leaves it alone.",
         default=True,
     )
-    compact_rollouts: bool = setting(
-        "While sampling, run the prompt once per group, drop finished completions from the batch, and grow the "
-        "cache in place. Models that cannot (sharded, or with a cache of their own) sample as transformers does.",
-        default=True,
-    )
 
     # vLLM.
     vllm_seeds: bool = setting(

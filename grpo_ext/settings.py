@@ -86,7 +86,6 @@ TABLE = (
     Row("bitwise_invariant", "completions loss", resume=ALWAYS),
     Row("canonical_unit_size forward float32_weight_gradients", "loss", resume=BITWISE),
     Row("skip_zero_contribution", "loss", "args", BITWISE),
-    Row("compact_rollouts", "completions", resume=BITWISE),
     Row("bitwise_threads", "completions loss", resume=BITWISE, rule=Rule(least=1)),
     Row("eval_pass_threshold", "advantages", "rollout", rule=Rule("a finite number", math.isfinite, none=True)),
     # ---- This package: how it runs

@@ -23,7 +23,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from . import compat
 from .batching.prompt_order import StepRows, make_eval_loader
 from .batching.sizes import BatchGeometry
-from .checks.model import refuse_frozen
 from .checks.teacher import check_teacher
 from .checks.trainer import check_arguments, check_trainer, warn_before_training
 from .components import Components
@@ -31,15 +30,11 @@ from .config import GRPOConfig
 from .errors import ConfigError
 from .forward.architecture import base_model_of
 from .forward.dropout import keyed_dropout
-from .forward.quantised import train_in_float32, trained_values
-from .forward.reference import reference_loader, use_fixed_models
+from .forward.fixed_models import use_fixed_models
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
 from .rollouts.settings import reward_functions
 from .rollouts.trl_methods import without_rows
-from .run.completions import completions_logged
-from .run.loading import dtypes_kept, fill_missing_state, load_renamed
-from .run.model_card import complete_card
 from .run.rerun import Rerun, StepAgain, begin, callbacks_of
 from .runtime.attributes import temporarily_set, temporarily_set_each
 from .runtime.collectives import UsersAccelerator, leave_in_order
@@ -47,12 +42,18 @@ from .runtime.determinism import computing_with, pinned
 from .runtime.messages import show_messages
 from .runtime.tracebacks import hide_frames
 from .sampling.decoding import without_router_logits
-from .sampling.vllm_weights import engine_options
+from .sampling.vllm_weights import starting_engine
 from .step.gradients import accumulating, replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
 from .step.settings import loss_config_of, next_entropy_coefficient
 from .step.statistics import log_values
+from .upstream.argument_checks import refuse_frozen
+from .upstream.completions import completions_logged
+from .upstream.loading import dtypes_kept, fill_missing_state, load_renamed
+from .upstream.model_card import complete_card
+from .upstream.reference import reference_loader
+from .upstream.setup import forget_absent_layers, repair_set_up, trained_values
 from .view import TrainerView
 
 RewardFunc = str | PreTrainedModel | Callable[..., Any]  # as in TRL: a model's name, a model, or a function
@@ -111,10 +112,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         reward_funcs = check_teacher(config, model, teacher_model, processing_class, reward_funcs, environment_factory)
         loop_args = config.for_loop()
         reference = reference_loader(model, loop_args, peft_config, quantization_config)
-        adapters, options = trained_values(model), engine_options(config, model, peft_config, rollout_func)
+        adapters, engine = trained_values(model), starting_engine(config, model, peft_config, rollout_func)
         hidden = {} if reference is None else {"beta": 0.0, "sync_ref_model": False}  # TRL would load a reference
         for_trl = temporarily_set(loop_args, steps_per_generation=config.geometry.micro_batches_sampled, **hidden)
-        with compat.hiding_deprecations(), compat.starting_vllm_with(options), for_trl:
+        with compat.hiding_deprecations(), engine, for_trl:
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -135,8 +136,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._build(config, args, adapters, reference, teacher_model, surveys)
 
     def _build(self, config: GRPOConfig, args: Any, adapters: Any, reference: Any, teacher: Any, surveys: Any) -> None:
-        compat.end_event_loop_with(self)
-        train_in_float32(self.model, adapters)
+        repair_set_up(self, adapters)
         self._view = TrainerView(self, GRPOTrainer)
         self._view.verify()
         use_fixed_models(reference, teacher, self._view, config)
@@ -159,7 +159,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.accelerator = UsersAccelerator.of(self.accelerator)
         reduce_in_float32(self.accelerator)
         if self.is_fsdp_enabled:
-            compat.forget_absent_layers(base_model_of(self.model))
+            forget_absent_layers(base_model_of(self.model))
         if self.args.fp16:
             install_loss_scaler(self.accelerator)
 

@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StopStringCriteria
+from transformers import StopStringCriteria
 
-from .. import compat
 from ..algorithms.policy_losses import POLICY_LOSSES
 from ..batching.sizes import BatchGeometry, EpochLayout, ceil_div
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError
 from ..forward.architecture import base_model_of
 from ..rollouts.settings import LOGPS, SCORE, template_of
 from ..sampling.keyed import own_generate, setting_of
@@ -18,23 +17,11 @@ from ..view import TrainerView
 
 # Accelerate's names of the engines that are known to keep the promise
 _ENGINES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
-# names of vLLM's settings, and transformers'
-_OF_VLLM = {"stop": "stop_strings", "stop_token_ids": "eos_token_id", "max_tokens": "max_completion_length"}
 # settings with which `generate` needs what rollouts do not give it, or returns something else
 _FAIL = (
     *("assistant_early_exit", "constraints", "dola_layers", "force_words_ids", "is_assistant", "token_healing"),
     *("prompt_lookup_num_tokens", "return_dict_in_generate", "use_mtp"),
 )
-
-
-def check_generation_kwargs(config: Any) -> None:
-    vllm = getattr(getattr(compat.vllm_generation, "SamplingParams", None), "__struct_fields__", ())
-    known, owner = (vllm, "vLLM") if config.use_vllm else (vars(GenerationConfig()), "transformers")
-    for name in (config.generation_kwargs or {}).keys() - known if known else ():
-        remedy = did_you_mean(name, known, "leave it out.")
-        if not config.use_vllm and name in _OF_VLLM:
-            remedy = f"it is a setting of vLLM; use {_OF_VLLM[name]}."
-        raise ConfigError(f"{name!r} in generation_kwargs is not a setting of {owner}; {remedy}")
 
 
 def check_generation(view: TrainerView, sampler: Sampler) -> None:

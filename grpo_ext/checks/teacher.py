@@ -14,7 +14,7 @@ from ..config import GRPOConfig
 from ..errors import ConfigError
 from ..forward.snapshot import refuse_replaced_forward
 from ..settings import refuse_excluded
-from .model import check_causal_lm, find_model
+from ..upstream.argument_checks import check_causal_lm, find_model
 
 logger = get_logger(__name__)
 

@@ -21,7 +21,6 @@ from ..errors import ConfigError, did_you_mean, refuse_split_dependence, shorten
 from ..forward.architecture import base_model_of, layer_kinds
 from ..forward.lm_head import refuse_unknown_head
 from ..forward.quantised import outlier_thresholds
-from ..forward.reference import weight_sums
 from ..forward.snapshot import refuse_replaced_forward, sharing_copy
 from ..forward.token_slice import refuse_heads
 from ..rollouts.settings import SCORE, advantage_rule, template_of
@@ -36,10 +35,13 @@ from ..sampling.sampler import Sampler, suppressed_in
 from ..sampling.vllm import SENT
 from ..settings import named, refuse_excluded
 from ..step.gradients import refuse_gradient_hooks
+from ..upstream import argument_checks
+from ..upstream.data_checks import Survey, check_prompts, named_sets, with_length
+from ..upstream.reference import weight_sums
 from ..view import TrainerView
 from . import model as models
 from . import settings
-from .data import Survey, check_images, check_lengths, check_prompts, check_tokens, named_sets, with_length
+from .data import check_images, check_lengths, check_tokens
 
 logger = get_logger(__name__)
 
@@ -67,19 +69,19 @@ def check_arguments(
     factories: Any,
 ) -> tuple[Any, dict[str, Survey]]:
     """Refuse arguments before anything is loaded; returns the tokenizer or processor, and surveys of the data sets."""
-    settings.check_generation_kwargs(config)
+    argument_checks.check_generation_kwargs(config)
     sets = named_sets(*data_sets)
     load = cast(dict[str, Any], config.model_init_kwargs or {})
     if isinstance(model, str):
-        models.find_model(model, load)
+        argument_checks.find_model(model, load)
     else:
-        models.refuse_compiled(model)
-        models.check_causal_lm(model)
+        argument_checks.refuse_compiled(model)
+        argument_checks.check_causal_lm(model)
         if config.rollout_lag:
             refuse_replaced_forward(model, by_user=True)
     for reward in rewards if isinstance(rewards, list) else [rewards]:
         if isinstance(reward, str):
-            models.find_reward_model(reward, load)
+            argument_checks.find_reward_model(reward, load)
     surveyed = {split: check_prompts(dataset, split) for split, dataset in sets.items() if factories is None}
     check_names([data for data in with_length(*data_sets) if hasattr(data, "select_columns")], factories)
     if processing_class is None:
@@ -173,7 +175,7 @@ def check_trainer(
     policy = view.model
     if config.disable_dropout:
         for module in view.models:
-            models.disable_random_parts(module)
+            argument_checks.disable_random_parts(module)
     _refuse_settings(view, config)
     if method := view.overridden("_prepare_inputs"):
         raise ConfigError(
@@ -187,7 +189,7 @@ def check_trainer(
     check_tokens(view, sampler, surveys)
     _refuse_images_and_tools(view, rollouts)
     refuse_unknown_head(base_model_of(policy))
-    models.refuse_adapters(policy)
+    argument_checks.refuse_adapters(policy)
     if method := view.overridden(*_UNUSED_HOOKS):
         logger.warning(
             f"{method} has no effect here, unless your own code calls it: stock TRL calls it, and grpo_ext does not. "

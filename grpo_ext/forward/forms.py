@@ -150,7 +150,7 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
     routing = batch.targets.routing
     replayed = None if routing is None else routing.experts_NC
     router = RouterOutput(routers, batch.counts_BL, group, replayed) if routers else None
-    return LogProbs(logps_S, entropies_S, router, routing)
+    return LogProbs(logps_S, logps_S.new_empty(0) if entropies_S is None else entropies_S, router, routing)
 
 
 def run_rows(

@@ -103,7 +103,7 @@ class RouterOutput(NamedTuple):
 @dataclass(frozen=True)
 class LogProbs:
     logps_S: torch.Tensor  # of the completion tokens, row by row, in nats
-    entropies_S: torch.Tensor | None  # in nats, where requested
+    entropies_S: torch.Tensor  # in nats; empty where not requested
     router: RouterOutput | None  # of a MoE model, where requested
     routing: Routing | None = None  # None where nothing is recorded or replayed
     # the recorded experts of each token of the rows, on the CPU; a prompt that ran once for several completions has

@@ -10,8 +10,8 @@ import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -35,9 +35,8 @@ from .draws import drawing_modules, drawn_in, generator_states
 from .dropout import is_keyed, keyed_dropout
 from .forms import in_form, run_rows
 from .images import RowImages
-from .lm_head import LogProbs, RouterOutput
+from .lm_head import LogProbs
 from .moving_buffers import differ, moving_buffers
-from .routing import Routing
 from .rows import TokenRows, unpadded
 from .token_slice import refuse_other_forms
 
@@ -55,15 +54,6 @@ class ForwardLimits:
 
 # log-probabilities, entropies and auxiliary loss: what TRL's `_get_per_token_logps_and_entropies` returns
 TrlLogProbs = tuple[torch.Tensor, Any, Any]
-
-
-class MicroBatchScores(NamedTuple):
-    """Of the completion tokens of a micro-batch, in nats; 0 where attention does not see the token."""
-
-    logps_S: torch.Tensor
-    entropies_S: torch.Tensor
-    router: RouterOutput | None  # of a MoE model, where requested
-    routing: Routing | None = None  # the experts that were replayed; None where none were
 
 
 class ForwardRunner:
@@ -216,10 +206,11 @@ class ForwardRunner:
 
     def micro_batch_log_probs(
         self, model: Any, rows: TokenRows, with_router: bool, given: Mapping[str, Any], alone: bool = False
-    ) -> MicroBatchScores:
-        """Scores of rows, which a user's override gets as the padded dictionary that is `given`.
+    ) -> LogProbs:
+        """Log-probabilities of rows, 0 where attention does not see the token.
 
-        `alone`: not of a sequence-parallel group.
+        A user's override gets the rows as the padded dictionary that is `given`. `alone`: not of a sequence-parallel
+        group.
         """
         if (override := self.override()) is not None:
             ids_and_mask, width = padded_ids_and_mask(given), given["completion_ids"].size(1)
@@ -229,11 +220,10 @@ class ForwardRunner:
                 compute_aux_loss=with_router,
             )
             logps_S, entropies_S = (unpadded(score_BT, rows.completions_B) for score_BT in scores)
-            return MicroBatchScores(logps_S, entropies_S, getattr(aux_loss, "grpo_ext_router", None))
+            return LogProbs(logps_S, entropies_S, getattr(aux_loss, "grpo_ext_router", None))
         output = self._forward(model, rows, with_router=with_router, group=None if alone else self.group)
-        assert output.entropies_S is not None
         logps_S, entropies_S = map(rows.with_unseen, (output.logps_S, output.entropies_S))
-        return MicroBatchScores(logps_S, entropies_S, output.router, output.routing)
+        return replace(output, logps_S=logps_S, entropies_S=entropies_S)
 
     def batching(self, model: Any, form: Form) -> tuple[RowBatching, int]:
         """The rows that a batch of a form may hold together, and the multiple of tokens that it is filled up to."""
@@ -337,8 +327,8 @@ class ForwardRunner:
         if aux_loss is not None and len(parts) == 1:
             aux_loss.grpo_ext_router = routers[0]  # type: ignore[attr-defined]
         logps_BT = rows.in_columns(torch.cat([part.logps_S for part in parts]), width)
-        entropies = [part.entropies_S for part in parts if part.entropies_S is not None]
-        return logps_BT, rows.in_columns(torch.cat(entropies), width) if entropies else None, aux_loss
+        entropies_S = torch.cat([part.entropies_S for part in parts])
+        return logps_BT, rows.in_columns(entropies_S, width) if with_entropy else None, aux_loss
 
 
 def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

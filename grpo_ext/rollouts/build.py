@@ -78,7 +78,6 @@ def _worker(
         filler=view.tokenizer.eos_token_id,
         pad=view.tokenizer.pad_token_id,
         multiple=view.pad_to_multiple_of,
-        compact=args.compact_rollouts,
         sharded=shards_parameters(view.accelerator),
         replay=args.replay,
         fp16=args.fp16,
@@ -221,9 +220,7 @@ def _worker_ahead(rollouts: Rollouts, snapshot: Snapshot, accelerator: Any) -> R
     if view.use_vllm:
         engine = replace(engine, profile=nullcontext)
     else:
-        engine = TransformersEngine(
-            lambda: snapshot.policy, generating, main.settings, images.of_transcripts, rollouts.memory
-        )
+        engine = replace(engine, model=lambda: snapshot.policy, generating=generating, images_of=images.of_transcripts)
     models = Models(snapshot.policy, snapshot.reference, snapshot.teacher)
     twins = zip((view.model, view.ref_model, view.teacher_model), models, strict=True)
     return replace(

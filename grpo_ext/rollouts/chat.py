@@ -15,9 +15,9 @@ from trl import is_conversational
 from ..compat import parse_response, prepare_multimodal_messages
 from ..errors import DataError, counted
 from ..forward.images import images_of
+from ..upstream.data_checks import ROW_KWARGS
 from .transcript import Messages, Transcript
 
-ROW_KWARGS = "chat_template_kwargs"  # a column of the data
 _RENDERED = {"conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict"}
 # a message needs one of these
 _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")

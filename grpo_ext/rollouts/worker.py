@@ -31,8 +31,8 @@ from ..sampling.decoding import unique
 from ..sampling.engine import Engine, EngineSettings
 from ..sampling.sampler import Sampler
 from ..sampling.turn import Turn
+from ..upstream.data_checks import ROW_KWARGS
 from .batch import RolloutBatch
-from .chat import ROW_KWARGS
 from .images import ImageSource
 from .join import token_columns
 from .local import LocalRollout, RolloutSettings, SamplingSettings

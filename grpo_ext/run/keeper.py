@@ -27,7 +27,6 @@ from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
 from ..errors import CheckpointError, MemoryShortageError
 from ..forward.architecture import count
-from ..forward.reference import MovedReference
 from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
 from ..precision.non_finite import bad_weights, refuse_bad_weights
@@ -40,13 +39,14 @@ from ..runtime.out_of_memory import MicroBatchLimits, device_kind
 from ..sampling.keyed import most_kept
 from ..settings import named
 from ..step.evaluation import PassAtK
+from ..upstream.loading import refuse_other_engine
+from ..upstream.model_card import base_name
+from ..upstream.reference import MovedReference
 from ..view import TrainerView
 from . import checkpoint as folders
 from .fingerprint import check_same_run, fingerprint_of, saved_identity, state_hashes
 from .interrupts import InterruptWatch, interruption
-from .loading import refuse_other_engine
 from .log import RunLog
-from .model_card import base_name
 from .optimizer import RunOptimizer
 from .record import differences
 from .state import load_state, restore_callbacks, writing_checkpoint

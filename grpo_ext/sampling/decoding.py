@@ -7,12 +7,11 @@ transformers interprets the configuration. Shapes: B rows, P prompts, T new toke
 
 import contextlib
 import copy
-import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import DynamicCache, GenerationConfig, RepetitionPenaltyLogitsProcessor, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import EosTokenCriteria, GenerationMode, MaxLengthCriteria, MaxTimeCriteria
 
@@ -21,13 +20,13 @@ from ..forward.architecture import base_model_of
 from ..forward.choice import needs_whole_rows
 from ..forward.prefix_cache import why_own_cache
 from ..runtime.attributes import temporarily_set_each
-from .keyed import NEW_TOKENS, OwnTokens, on_own_tokens, padding_widths, setting_of, without_padding
+from .keyed import NEW_TOKENS, setting_of
 
 _LEAVE_SHARE = 8  # finished rows leave when they are one in this many
 _LOOK_EVERY = {"cuda": 16}  # tokens between two checks for ended rows; on other devices 1
 _HEADROOM = 64  # the fewest tokens that a growing layer allocates ahead
-# kinds of criteria: limits cut a row off; end tokens, stop strings and all other criteria end it
-_KINDS: list[Any] = [(MaxLengthCriteria, MaxTimeCriteria), EosTokenCriteria, StopStringCriteria]
+# kinds of criteria: limits cut a row off; end tokens and all other criteria (stop strings) end it
+_KINDS: list[Any] = [(MaxLengthCriteria, MaxTimeCriteria), EosTokenCriteria]
 
 EndedRows = list[tuple[list[int], bool]]  # the new tokens of each row, and whether it ended before a limit
 
@@ -134,16 +133,15 @@ def end_tokens(config: GenerationConfig) -> list[int]:
 class Ends(StoppingCriteriaList):
     """transformers' stopping criteria, with a record of where and why each row ended."""
 
-    def __init__(self, criteria: Sequence[Any], ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def __init__(self, criteria: Sequence[Any], ids: torch.Tensor) -> None:
         super().__init__(criteria)
-        limits, tokens, strings = ([c for c in self if isinstance(c, kind)] for kind in _KINDS)
-        self._limits, self._strings = StoppingCriteriaList(limits), strings  # find strings in padding too
+        limits, tokens = ([c for c in self if isinstance(c, kind)] for kind in _KINDS)
+        self._limits = StoppingCriteriaList(limits)
         self._others: list[Any] = [c for c in self if not isinstance(c, tuple(_KINDS))]
         self._tokens = torch.cat([c.eos_token_id.to(ids.device).view(-1) for c in tokens] or [ids.new_empty(0)])
         # a criterion reads more than the last token, so the host checks after every token; else it may check several
         # tokens at once, and a row ends at its first end token
-        self.looks_at_each = bool(strings or self._others) or any(isinstance(c, MaxTimeCriteria) for c in limits)
-        self.padding_B = padding_widths(mask, len(ids)) if strings else []
+        self.looks_at_each = bool(self._others) or any(isinstance(c, MaxTimeCriteria) for c in limits)
         # new tokens of each row of the call, and whether a criterion ended it; False: a limit of length or time did
         self.lengths_B, self.ended_B = ids.new_zeros(len(ids)), ids.new_zeros(len(ids), dtype=torch.bool)
         # the numbers of the rows that are left, and which of them are done
@@ -155,9 +153,6 @@ class Ends(StoppingCriteriaList):
         if self.looks_at_each:
             for criterion in self._others:
                 ended_B = ended_B | criterion(input_ids, scores, **kwargs)
-            for criterion in self._strings:
-                read = functools.partial(criterion, scores=None)  # as in transformers' loop
-                ended_B = ended_B | without_padding(read, self.padding_B, torch.empty_like(ended_B), input_ids)
             self.lengths_B[self.rows_B] += ~self.done_B
             self.ended_B[self.rows_B] |= ended_B & ~self.done_B
         self.done_B = self.done_B | ended_B | self._limits(input_ids, scores, **kwargs)
@@ -165,8 +160,6 @@ class Ends(StoppingCriteriaList):
 
     def keep(self, index: torch.Tensor) -> None:
         self.rows_B, self.done_B = self.rows_B[index], self.done_B[index]
-        if self.padding_B:
-            self.padding_B = [self.padding_B[row] for row in index.tolist()]
 
     def rows(self, ids_BT: torch.Tensor) -> EndedRows:
         if not self.looks_at_each:  # the first end token of each row
@@ -200,10 +193,8 @@ def steps_by_token(model: Any, config: GenerationConfig) -> bool:
 def plain_decode(
     model: Any, input_ids: Any, logits_processor: Any, stopping_criteria: Any, generation_config: Any, **others: Any
 ) -> EndedRows:
-    mask = others.get("attention_mask")
-    ends = Ends(stopping_criteria, input_ids, mask)
-    processors = on_own_tokens(logits_processor, mask, generation_config)
-    output = model._sample(input_ids, processors, ends, generation_config, **others)
+    ends = Ends(stopping_criteria, input_ids)
+    output = model._sample(input_ids, logits_processor, ends, generation_config, **others)
     return ends.rows(output[:, input_ids.size(1) :])
 
 
@@ -263,13 +254,15 @@ def compact_decode(
     logits, model_kwargs = _next(model, model._prefill(input_ids, generation_config, model_kwargs), model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if name not in of_prompts}
     _select(model_kwargs, rows_B, input_ids.size(0))
-    input_ids, mask = input_ids[rows_B], model_kwargs.get("attention_mask")
-    processors: Any = on_own_tokens(logits_processor, mask, generation_config)
+    input_ids = input_ids[rows_B]
+    for processor in logits_processor:
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            processor.prompt_ignore_length = None  # of the prompts; with a penalty no row is padded
     model_kwargs[CACHE].reorder_cache(rows_B)
-    ends = Ends(stopping_criteria, input_ids, mask)
+    ends = Ends(stopping_criteria, input_ids)
     logits, rows = logits[rows_B], _Rows(input_ids, ends, generation_config.pad_token_id)
     while True:
-        scores = processors(rows.ids, logits)
+        scores = logits_processor(rows.ids, logits)
         rows.append(choice.tokens(rows.ids, scores))
         ended = rows.ended(scores)
         if all(ended):
@@ -277,9 +270,6 @@ def compact_decode(
         if sum(ended) * _LEAVE_SHARE >= len(ended):
             index, places = remaining_rows(ended, rows_B.device)
             _select(model_kwargs, index, len(ended))
-            for processor in processors:
-                if isinstance(processor, OwnTokens):
-                    processor.padding_B = [processor.padding_B[row] for row in index.tolist()]
             for layer in model_kwargs[CACHE].layers:
                 layer.keep(index, places) if isinstance(layer, GrowingLayer) else layer.reorder_cache(index)
             rows.keep(index)

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,9 +31,10 @@ from ..precision.non_finite import explanation, first_module
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import max_over_processes
 from ..runtime.out_of_memory import Halving, available_bytes
+from ..upstream.continuous_batching import keeping_weights
 from . import decoding
 from .decoding import RolloutCache, decodes_compactly, unique, without_router_logits
-from .keyed import KeyedChoice, greedy_config, own_generate, sampling_filters, why_not_by_key
+from .keyed import KeyedChoice, greedy_config, own_generate, reads_padding, sampling_filters, why_not_by_key
 from .turn import Context, Turn
 
 _ROOM = 1.25  # the most that a growing cache allocates, relative to what it holds
@@ -62,7 +63,7 @@ class EngineSettings:
     filler: int  # the token of rows that reach no result
     pad: int  # the padding token of TRL's dictionary
     multiple: int | None = None  # TRL's `pad_to_multiple_of`
-    compact: bool = True  # each different prompt runs once, and finished rows leave the batch
+    compact: bool = True  # in a call, each different prompt runs once, and finished rows leave the batch
     sharded: bool = False  # a forward is a collective, because processes share the weights (FSDP, DeepSpeed)
     replay: Replay = NO_REPLAY
     fp16: bool = False  # named in the explanation of scores that are not finite
@@ -100,12 +101,15 @@ class TransformersEngine(Engine):
             temporarily_set(policy.generation_config, **without_strings),
             self.generating() as model,
         ):
-            settings, may_pad = self.settings, sizes.batching == "any"
+            settings, model_pads = self.settings, sizes.batching == "any"
             # without padding a model may have a state outside of the cache, which compact decoding does not reorder
-            compact = settings.compact and may_pad and not settings.sharded and decodes_compactly(model, config)
+            compact = model_pads and not settings.sharded and decodes_compactly(model, config)
             compact = compact and why_not_by_key(policy, config) is None
-            settings = replace(settings, compact=compact, multiple=settings.multiple if may_pad else None)
-            if sizes.batching == "equal_lengths" and self._mixes_rows(model, config, settings):
+            if model_pads and reads_padding(base_model_of(policy), config):
+                sizes = replace(sizes, batching="equal_lengths")
+            multiple = settings.multiple if sizes.batching == "any" else None
+            settings = replace(settings, compact=compact, multiple=multiple)
+            if not model_pads and sizes.batching == "equal_lengths" and self._mixes_rows(model, config, settings):
                 sizes = replace(sizes, batching="single")
             calls = cut_calls(rows, sizes)
             stand_in = rows[:1] or [Context(0, prompt_ids=[settings.filler])]
@@ -249,20 +253,6 @@ class ContinuousBatching(Engine):
     def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
         if not rows:
             return []
-        with _keeping_weights(self.model()):
+        with keeping_weights(self.model()):
             ids, _ = self.turn([row.all_ids for row in rows], None, {}, sizes.group)
         return [Turn(list(row)) for row in ids]
-
-
-@contextlib.contextmanager
-def _keeping_weights(model: Any) -> Iterator[None]:
-    """Restore the weights of a model afterwards: TRL casts it here (`.to(torch.bfloat16)`)."""
-    weights = [(parameter, parameter.data) for parameter in model.parameters()]
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for parameter, data in weights:
-            parameter.data = data
-        for module, tensors in buffers:
-            module._buffers.update(tensors)

@@ -42,9 +42,8 @@ _NEUTRAL: dict[str, set[Any]] = {
     **{"encoder_repetition_penalty": {1}, "encoder_no_repeat_ngram_size": {0}},
     "cache_implementation": {"dynamic", "static", "offloaded", "offloaded_static", "hybrid"},
 }
-# processors that read all tokens of a row, padding included
-_READERS: list[type] = [transformers.NoRepeatNGramLogitsProcessor, transformers.RepetitionPenaltyLogitsProcessor]
-_READERS += [transformers.SequenceBiasLogitsProcessor]
+# settings that read all tokens of a row, padding included
+_READ_ALL = ("repetition_penalty", "no_repeat_ngram_size", "min_length", "sequence_bias", "bad_words_ids")
 # filters that sum probabilities up
 _ADD_UP = (transformers.TopHLogitsWarper, transformers.TopPLogitsWarper, transformers.TypicalLogitsWarper)
 MOST_KEPT = 512  # tokens of a replayed mask without top_k
@@ -337,36 +336,7 @@ def greedy_config(model: Any, config: GenerationConfig) -> GenerationConfig:
     return greedy
 
 
-class OwnTokens(LogitsProcessor):
-    """Runs a processor on rows without their left padding, `padding_B` tokens wide."""
-
-    def __init__(self, processor: Any, padding_B: list[int]) -> None:
-        self.processor, self.padding_B = processor, padding_B
-        processor.prompt_ignore_length = None  # of the repetition penalty: the same widths
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return without_padding(self.processor, self.padding_B, torch.empty_like(scores), input_ids, scores)
-
-
-def without_padding(
-    function: Any, padding_B: Sequence[int], output: torch.Tensor, input_ids: torch.Tensor, *others: torch.Tensor
-) -> torch.Tensor:
-    """Fill `output` (B, ...) with the results of a function of rows without their left padding."""
-    for padding in set(padding_B):
-        rows = [row for row, width in enumerate(padding_B) if width == padding]
-        output[rows] = function(input_ids[rows, padding:], *(other[rows] for other in others))
-    return output
-
-
-def padding_widths(mask: torch.Tensor | None, rows: int) -> list[int]:
-    """Tokens of left padding of each row; `mask` (B, width) is None where no row is padded."""
-    return [0] * rows if mask is None else (mask == 0).sum(1).tolist()
-
-
-def on_own_tokens(processors: Any, mask: torch.Tensor | None, config: GenerationConfig) -> LogitsProcessorList:
-    padding_B = padding_widths(mask, 0)
-    # `generate` adds the width to `min_new_tokens` and has both processors count to it
-    counter = transformers.MinLengthLogitsProcessor
-    readers = (*_READERS, *([counter] if config.min_new_tokens is None else []))
-    padded = any(padding_B)
-    return LogitsProcessorList(OwnTokens(p, padding_B) if padded and isinstance(p, readers) else p for p in processors)
+def reads_padding(model: Any, config: GenerationConfig) -> bool:
+    """Whether a setting reads all tokens of a row, so that padding would change it."""
+    used = (setting_of(model, config, name) not in (None, _NOT_REPLAYED[name]) for name in _READ_ALL)
+    return bool(config.stop_strings) or any(used)

@@ -1,22 +1,20 @@
 """Sends trained weights to a vLLM engine: a LoRA adapter by itself, or weights with the adapter merged into copies.
 
-Differs from TRL, which merges the adapter into the trained model, sends the weights and subtracts the adapter again: in
-half precision that moves the base a little every time. Here the trained model is only read. Called by rollouts.build.
+Differs from TRL, which always sends merged weights (how: upstream.vllm_engine). Called by rollouts.build.
 """
 
 from __future__ import annotations
 
 import atexit
-import copy
 import shutil
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
@@ -25,6 +23,7 @@ from torch import nn
 from .. import compat
 from ..errors import ConfigError, RolloutError
 from ..runtime.collectives import gather_lists
+from ..upstream.vllm_engine import MergingGeneration, starting_vllm_with
 from ..view import TrainerView
 from .vllm import mask_bound
 
@@ -130,8 +129,8 @@ class ColocatedEngine:
         return outputs
 
 
-class Generation(compat.VLLMGeneration):
-    """TRL's `VLLMGeneration`, but sending weights does not write into the model."""
+class Generation(MergingGeneration):
+    """The engine of a trainer, which gets an adapter by itself or merged weights."""
 
     versions: AdapterVersions | None  # of the adapter that is sent by itself; None where weights are sent
     mask_bound: int | None  # the most ids of a replayed mask; None: no mask is replayed
@@ -171,50 +170,6 @@ class Generation(compat.VLLMGeneration):
             model.peft_config[name].save_pretrained(str(folder))
         return folder.absolute()
 
-    def _whole(self, parameter: Any) -> torch.Tensor:  # gathers shards of FSDP2
-        if hasattr(parameter, "full_tensor"):
-            return parameter.detach().to(self.accelerator.device).full_tensor()
-        return parameter.detach()
-
-    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Like TRL's method, with the adapter merged into a copy of one layer at a time."""
-        model: Any = self.model
-        if not isinstance(model, PeftModel) or self._dist.fsdp_version == 1:
-            yield from super()._iter_named_params()
-            return
-        merged_path, merged = "", nn.Module()
-        for name, parameter in model.named_parameters():
-            if model.prefix in name or "original_module" in name:
-                continue
-            path, is_adapted, rest = name.partition(".base_layer")
-            layer: Any = model.get_submodule(path) if is_adapted else None
-            with self._dist.gather_params([parameter] if layer is None else list(layer.parameters())):
-                if layer is not None and path != merged_path:
-                    merged_path, merged = path, merged_copy(layer)
-                whole = self._whole(parameter if layer is None else merged.get_parameter(f"base_layer{rest}"))
-                name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-                yield self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."]), whole
-
-
-def merged_copy(layer: Any) -> nn.Module:
-    """Copy a layer of PEFT and its base layer, and merge the adapter, whose parameters are shared, into the copy."""
-    twin, base = copy.copy(layer), layer.base_layer
-    if isinstance(base, BaseTunerLayer):  # the adapters of several parameters of one module
-        base = merged_copy(base)
-    else:
-        base = copy.copy(base)
-        base._parameters = {name: _copy_of(parameter) for name, parameter in base._parameters.items()}
-    twin._modules = {**layer._modules, "base_layer": base}
-    twin.merged_adapters, twin._caches = [], {}
-    twin.merge()
-    return twin
-
-
-def _copy_of(parameter: Any) -> Any:
-    if type(parameter) is nn.Parameter or hasattr(parameter, "full_tensor"):
-        return nn.Parameter(parameter.detach().clone(), requires_grad=False)
-    return copy.deepcopy(parameter)  # bitsandbytes' kinds, whose merge assigns a new one
-
 
 def versions_of(view: TrainerView, client: Any | None) -> AdapterVersions | None:
     """The versions of an adapter that is sent by itself (`client`: to a server); None where weights are sent."""
@@ -247,9 +202,10 @@ def _why_not_served(model: Any, info: Mapping[str, Any]) -> str | None:
     return why_not_alone(model, served["max_lora_rank"])
 
 
-def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any = None) -> dict[str, Any]:
+def starting_engine(config: Any, model: Any, peft_config: Any, rollout_func: Any) -> AbstractContextManager[None]:
+    """Inside, TRL starts an engine with the options of vLLM that masks, experts and adapters need."""
     if not config.use_vllm:
-        return {}
+        return nullcontext()
     options: dict[str, Any] = {}
     if mask_bound(config, rollout_func) is not None:
         options["return_sampling_mask"] = True
@@ -260,4 +216,4 @@ def engine_options(config: Any, model: Any, peft_config: Any, rollout_func: Any 
     rank = getattr(peft_config, "r", None)
     if config.vllm_lora and config.vllm_mode == "colocate" and rank is not None:
         options |= {"enable_lora": True, "max_lora_rank": compat.served_rank(rank)}
-    return options
+    return starting_vllm_with(options)

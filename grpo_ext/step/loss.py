@@ -21,8 +21,7 @@ from ..algorithms.losses import (
 )
 from ..errors import ConfigError, ModelError
 from ..forward.columns import SAMPLER_LOGPS, TEACHER_LOGPS
-from ..forward.lm_head import RouterOutput
-from ..forward.runner import MicroBatchScores
+from ..forward.lm_head import LogProbs, RouterOutput
 from .inputs import LENGTHS, LossInputs
 from .statistics import loss_mask
 
@@ -40,7 +39,7 @@ def active_tokens(mask: torch.Tensor, entropies: torch.Tensor, threshold: float 
     return mask if threshold is None else mask * (entropies >= threshold)
 
 
-def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchScores) -> torch.Tensor:
+def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: LogProbs) -> torch.Tensor:
     """The part of the loss that a micro-batch adds to the step, times the micro-batch's weight."""
     columns, step, weight = micro_batch.columns, micro_batch.step, micro_batch.part.weight
     if cfg.beta != 0.0 and "ref_per_token_logps" not in columns:
@@ -48,7 +47,7 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
             f"beta={cfg.beta:g} asks for the KL term, but these completions have no reference log-probabilities, "
             "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
-    logps_S, entropies_S, router, routing = scores
+    logps_S, entropies_S = scores.logps_S, scores.entropies_S
     mask, threshold, metrics = loss_mask(columns), step.entropy_threshold, step.metrics
     active = active_tokens(mask, entropies_S, threshold)
     batch = TokenBatch(
@@ -75,13 +74,13 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: MicroBatchSc
         metrics.add("bonus_entropy", bonus, active.sum(), weight)
         loss = loss - cfg.entropy_coefficient * bonus / max(step.counts.entropy_tokens, 1)
     if cfg.router_coefficient is not None:
-        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, router, micro_batch)
+        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, scores.router, micro_batch)
     metrics.add_tokens("entropy", entropies_S, mask, weight)
     _add_policy_metrics(cfg, tokens, batch, micro_batch)
     if SAMPLER_LOGPS in columns:
         _add_sampler_difference(batch, micro_batch)
-    if routing is not None:
-        metrics.add("routing/changed_share", *routing.counts(), weight)
+    if scores.routing is not None:
+        metrics.add("routing/changed_share", *scores.routing.counts(), weight)
     if cfg.log_ratios and batch.old_logps_S is not None:
         _add_ratios((logps_S - batch.old_logps_S).detach().exp(), mask, micro_batch)
     return loss * weight

@@ -8,7 +8,6 @@ engine's shards holds the model in memory once. Needs no GPU and no training pro
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,17 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
-from ..checks.model import find_model
 from ..errors import CheckpointError, ConfigError, GrpoExtError
 from ..run.checkpoint import why_broken
 from ..run.fingerprint import FINGERPRINT
-from ..run.model_card import base_name, usage
+from ..upstream.argument_checks import find_model
+from ..upstream.merging import check_names, merged_model, save_merged
+from ..upstream.model_card import base_name, usage
 
 DTYPES = ("float32", "bfloat16", "float16")
 _ADAPTER, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _WEIGHTS = "model*.safetensors*"  # one file, or several with their index
-_COMPARED = 64  # tokens
-_ROUNDING = 1e-4  # relative; float32 leaves 1e-6 to 1e-5
-_LOWEST = -1e4  # a head that bans a token gives it less
 # files that are copied with the weights, by the start of their names
 _BESIDE = (
     *("generation_config", "preprocessor_config", "processor_config", "chat_template", "tokenizer"),
@@ -121,7 +117,7 @@ def _write_model(source: Path, folder: Path, dtype: str | None) -> str:
         (plain / "config.json").write_text(json.dumps(config))
         # checks names and shapes, because transformers only warns of missing weights, and initialises them
         model, info = _class_of(config).from_pretrained(plain, device_map="meta", output_loading_info=True)
-        _check_names(info["missing_keys"])
+        check_names(info["missing_keys"])
         config["dtype"] = str(model.dtype).removeprefix("torch.")  # as stored in the shards
     (plain / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if dtype is not None:
@@ -142,13 +138,6 @@ def _join_shards(source: Path, joined: Path) -> str:
     return "ZeRO shards"
 
 
-def _check_names(missing: Iterable[str], unexpected: Iterable[str] = ()) -> None:
-    if names := sorted(missing):
-        raise CheckpointError(f"the checkpoint lacks {len(names)} weights of the model, for example {names[0]}.")
-    if names := sorted(unexpected):
-        raise CheckpointError(f"the model lacks {len(names)} weights of the checkpoint, for example {names[0]}.")
-
-
 def _class_of(config: dict[str, Any]) -> Any:
     """The class of a model, found as in TRL: AutoModelForCausalLM does not load models that take images."""
     return getattr(transformers, (config.get("architectures") or [""])[0], transformers.AutoModelForCausalLM)
@@ -165,42 +154,11 @@ def _write_adapter(source: Path, folder: Path, merge: bool, base: str | None, dt
     (alone / _ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     if not merge:
         return "adapter"
-    from peft import PeftModel, get_peft_model_state_dict
-
     model = _load_base(base)
     stored = str(model.dtype).removeprefix("torch.")
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    # in float32: half precision would round small updates away
-    with_adapter = PeftModel.from_pretrained(model.float(), str(alone))
-    names, all_names = (get_peft_model_state_dict(with_adapter, save_embedding_layers=b).keys() for b in (False, True))
-    _check_names(names - tensors.keys(), tensors.keys() - all_names)
-    logits = _logits(with_adapter)
-    adapted = (model.get_output_embeddings(), model.get_input_embeddings()) != (head, embedding)
-    if adapted and head.weight is embedding.weight:
-        head.weight = nn.Parameter(head.weight.detach().clone())  # PEFT would merge what one of them learned into both
-    merged = with_adapter.merge_and_unload()
-    error = (_logits(merged) - logits).norm() / logits.norm()
-    if not error <= _ROUNDING:
-        raise CheckpointError(
-            f"logits of the merged model differ from those of the base with its adapter by {error:.1e} of their norm "
-            f"(rounding is up to {_ROUNDING:.0e}): PEFT cannot merge this adapter; export only the adapter."
-        )
-    merged.to(getattr(torch, dtype or stored)).save_pretrained(folder)
-    written = type(merged).from_pretrained(folder, dtype="auto").state_dict()
-    for name, weight in merged.state_dict().items():
-        if not torch.equal(weight, written[name].to(weight.dtype)):
-            raise CheckpointError(
-                f"{type(merged).__name__} does not load {name} as it was merged and written; export only the adapter."
-            )
+    merged = merged_model(model, alone, tensors)
+    save_merged(merged.to(getattr(torch, dtype or stored)), folder)
     return "merged adapter"
-
-
-def _logits(model: Any) -> torch.Tensor:
-    """Logits of a text with tokens from the whole vocabulary."""
-    ids = torch.linspace(0, model.config.get_text_config().vocab_size - 1, _COMPARED).long()
-    with torch.no_grad():
-        logits = model.eval()(input_ids=ids[None]).logits
-    return logits.double().clamp(min=_LOWEST)
 
 
 def _adapter_tensors(source: Path, joined: Path) -> dict[str, torch.Tensor]:

@@ -19,13 +19,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 from ..batching.micro_batches import Form
 from ..batching.sizes import BatchGeometry, ceil_div
-from ..checks.model import find_model
 from ..config import forms_of
 from ..errors import ConfigError, GrpoExtError, counted
 from ..forward.architecture import attention_sizes, exchanged_numbers
 from ..forward.choice import ForwardChoice
 from ..forward.tiled_log_probs import TILE
 from ..forward.token_slice import refuse_heads, refuse_other_forms
+from ..upstream.argument_checks import find_model
 from ..value_checks import check_sequence_parallel
 
 _PROMPT_TOKENS = 512  # assumed

@@ -8,11 +8,11 @@ from typing import Any
 from trl import ModelConfig
 
 from grpo_ext.batching.sizes import SETTINGS, ceil_div
-from grpo_ext.checks.model import find_model
 from grpo_ext.config import GRPOConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.options import ScriptArguments, as_dataclasses, fields_of, load_arguments, output_settings
 from grpo_ext.tools.stock import refuse_ours
+from grpo_ext.upstream.argument_checks import find_model
 
 from .shapes import Shape
 

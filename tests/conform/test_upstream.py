@@ -1,4 +1,4 @@
-"""The scripts of docs/upstream.md show what their texts say, with a tiny model in the place of the hub's."""
+"""The scripts of docs/upstream.md about the split show what they say, with a tiny model in the place of the hub's."""
 
 import re
 import subprocess

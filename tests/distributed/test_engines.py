@@ -19,9 +19,9 @@ from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file
 
 from grpo_ext.errors import CheckpointError, ConfigError
-from grpo_ext.run.loading import refuse_other_engine
 from grpo_ext.run.record import STEP
 from grpo_ext.tools.export import export
+from grpo_ext.upstream.loading import refuse_other_engine
 from tests.support import forks
 from tests.support.architectures import architecture
 from tests.support.images import image_model

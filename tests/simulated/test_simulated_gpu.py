@@ -53,7 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "teacher, ahead": {"settings": {"rollout_lag": 1}, "teacher": True},
     "dynamic sampling": {"settings": {"dynamic_sampling": True, "forward": "prefix"}},
     "ahead": {"settings": {"rollout_lag": 1}},
-    "generate": {"settings": {"compact_rollouts": False, "full_determinism": True}},
+    "generate": {"settings": {"full_determinism": True}, "compact": False},
 }
 DEFAULT = ("packed", "lora", "lora, dropout", "bitwise")  # what `make test` runs
 OTHERS = {

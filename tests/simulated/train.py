@@ -28,6 +28,7 @@ from grpo_ext.rollouts import ahead
 from tests.simulated.device import LEDGER, SimulatedTensor, reference_attention, simulated_gpu, thread_modes
 from tests.support import varlen
 from tests.support.architectures import architecture
+from tests.support.decoding import decoding
 from tests.support.images import FAMILIES, image_model, image_processor, image_rows, picture_reward
 from tests.support.tiny import TINY, tiny_model
 from tests.support.trainers import LORA, make
@@ -123,6 +124,7 @@ def train(
     teacher: bool = False,
     evaluate: bool = False,
     planted: bool = False,
+    compact: bool = True,  # decoding
     max_steps: int = STEPS,
 ) -> tuple[list[dict[str, Any]], str]:
     """What each step recorded, and a digest of the weights at the end."""
@@ -149,9 +151,10 @@ def train(
         return completions
 
     trainer._prepare_inputs = prepared
-    trainer.train()
-    if evaluate:
-        trainer.evaluate()
+    with decoding(compact):
+        trainer.train()
+        if evaluate:
+            trainer.evaluate()
     digest = hashlib.sha256()
     for p in trainer.model.parameters():
         weight = p.on_cpu if isinstance(p, SimulatedTensor) else p

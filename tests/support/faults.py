@@ -113,6 +113,9 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     "batching/prompt_order.py": [
         ("(torch.tensor(list(request.prompts)) +", "(torch.arange(len(request.prompts)) +", f"{KEYED} -k keys")
     ],
+    "sampling/keyed.py": [
+        ("bool(config.stop_strings) or any(used)", "any(used)", "tests/trainer/test_ends.py -k found_in_padding")
+    ],
     "sampling/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
     "run/checkpoint.py": [('if digest != files[path]["sha256"]:', "if not digest:", f"{CHECKPOINTS} -k whole")],
     "step/statistics.py": [("if weight and self.counted:\n", "if self.counted:\n", METRICS)],
@@ -167,7 +170,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ("if os.getpid() != self._process:", "if False:", f"{INTERRUPTS} -k forks"),
         ("if not any_process(self.requested):", "if not self.requested:", f"{INTERRUPTS} -k both_processes"),
     ],
-    "forward/reference.py": [
+    "upstream/reference.py": [
         (
             "if state and self.view.ref_model is not None:",
             "if False:",

@@ -15,6 +15,7 @@ from torch.nn.utils import parameters_to_vector
 from transformers import TrainingArguments
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from tests.support.decoding import decoding
 from tests.support.kept import of_stock
 from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, stock_scores, tiny_model
 from tests.support.trainers import SAVE, log_of, make, parameters, ran, update
@@ -103,7 +104,8 @@ def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path
     for asked in (False, True):
         for compact in (True, False) if kind == "moe" else (True,):
             model = tiny_model(kind, num_local_experts=4, output_router_logits=asked)
-            trainer = ran(make(tmp_path, model, max_steps=1, compact_rollouts=compact))
+            with decoding(compact):
+                trainer = ran(make(tmp_path, model, max_steps=1))
             assert model.config.output_router_logits == asked
             assert log_of(trainer, "aux_loss")[0] > 0
             trained[asked, compact] = (parameters(trainer), log_of(trainer, "aux_loss"))

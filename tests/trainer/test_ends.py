@@ -13,6 +13,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import RolloutError
 from tests.support.colocated import stand_in
+from tests.support.decoding import decoding
 from tests.support.tiny import own_config, tiny_model, tiny_tokenizer, tokenizer_with
 from tests.support.trainers import batches_of, change, error, make, passing_on
 from tests.tolerances import DIFFERENT, UPDATE
@@ -76,11 +77,12 @@ def check(rows: list[list[int]], log: dict[str, float], ends: set[int] = ENDS) -
 @pytest.mark.parametrize("compact", [True, False])
 @pytest.mark.parametrize("cause", list(CAUSES))
 def test_a_row_ends_where_generation_ended_it(tmp_path, cause, compact):
-    update, rows, log = run(tmp_path, compact_rollouts=compact, **CAUSES[cause]())
-    check(rows, log)
-    if cause == "a criterion":  # which sees padding, so a warning says that sampling is not covered
-        return
-    again, others, _ = run(tmp_path, compact_rollouts=compact, rollout_chunk_size=8, **CAUSES[cause]())
+    with decoding(compact):
+        update, rows, log = run(tmp_path, **CAUSES[cause]())
+        check(rows, log)
+        if cause == "a criterion":  # which sees padding, so a warning says that sampling is not covered
+            return
+        again, others, _ = run(tmp_path, rollout_chunk_size=8, **CAUSES[cause]())
     assert others == rows
     assert error(update, again) < UPDATE
     if cause == "end tokens":
@@ -91,12 +93,13 @@ def test_a_row_ends_where_generation_ended_it(tmp_path, cause, compact):
 def test_a_stop_string_is_not_found_in_padding(tmp_path, compact):
     """The padding is a letter, and a stop string begins with it: a short prompt could end with the first token."""
     stops = ["a" + last + letter for last in "cd" for letter in "abcdefghijklmnopqrstuvwxyz0123456789 "]
-    settings: dict[str, Any] = {"processing_class": tokenizer_with(pad_token="a"), "compact_rollouts": compact}
+    settings: dict[str, Any] = {"processing_class": tokenizer_with(pad_token="a")}
     settings |= {"train_dataset": Dataset.from_dict({"prompt": ["bcdefgh>", "c", "bc>", "d"] * 2})}
     settings |= {"num_generations": 4, "generation_kwargs": {"stop_strings": stops}}
-    _, rows, _ = run(tmp_path, rollout_chunk_size=16, **settings)
+    with decoding(compact):
+        _, rows, _ = run(tmp_path, rollout_chunk_size=16, **settings)
+        _, others, _ = run(tmp_path, rollout_chunk_size=4, **settings)
     assert any(len(row) > 1 for row in rows)
-    _, others, _ = run(tmp_path, rollout_chunk_size=4, **settings)
     assert others == rows
 
 
@@ -134,7 +137,8 @@ def test_vllm_says_how_a_row_ended(tmp_path, monkeypatch, stops):
 
 def test_a_time_limit_cuts_rows_off(tmp_path):
     for compact in (True, False):
-        _, rows, log = run(tmp_path, compact_rollouts=compact, generation_kwargs={"max_time": 1e-9})
+        with decoding(compact):
+            _, rows, log = run(tmp_path, generation_kwargs={"max_time": 1e-9})
         assert {len(row) for row in rows} == {1}
         assert log["completions/clipped_ratio"] == sum(row[-1] != 1 for row in rows) / len(rows) > 0
 
@@ -143,9 +147,10 @@ def test_a_time_limit_cuts_rows_off(tmp_path):
 @pytest.mark.parametrize("compact", [True, False])
 def test_the_padding_token_is_a_token_like_any_other(tmp_path, pad, compact):
     tokenizer = tokenizer_with(pad_token=pad)
-    settings = {"processing_class": tokenizer, "compact_rollouts": compact, "mask_truncated_completions": True}
+    settings = {"processing_class": tokenizer, "mask_truncated_completions": True}
     settings["generation_kwargs"] = {"stop_strings": LETTERS}
-    update, rows, log = run(tmp_path, **settings)
+    with decoding(compact):
+        update, rows, log = run(tmp_path, **settings)
     full = [row for row in rows if row]  # nothing is left of a masked completion
     assert all(row[-1] in ENDS and ENDS.isdisjoint(row[:-1]) for row in full)
     assert log["completions/clipped_ratio"] == 1 - len(full) / len(rows)

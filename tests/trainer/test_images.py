@@ -16,6 +16,7 @@ from grpo_ext.errors import ConfigError, DataError, ModelError
 from grpo_ext.forward.images import packed_images, unpacked_images
 from grpo_ext.run.state import load_state
 from tests.support import trainers
+from tests.support.decoding import decoding
 from tests.support.images import (
     FAMILIES,
     TEMPLATE,
@@ -67,11 +68,12 @@ def test_compact_decoding_samples_what_generate_samples(tmp_path):
     """Also where prompts have the same tokens and other images."""
     rows = image_rows(8)
     rows = rows.map(lambda row: {"prompt": rows[0]["prompt"]})
-    compact, plain = (
-        make(tmp_path / f"{on}", "lfm2_vl", train_dataset=rows, compact_rollouts=on, max_steps=1, global_batch_size=32)
-        for on in (True, False)
-    )
-    one, other = (train_and_keep_first(trainer)["completion_ids"] for trainer in (compact, plain))
+    sampled = []
+    for compact in (True, False):
+        settings = {"train_dataset": rows, "max_steps": 1, "global_batch_size": 32}
+        with decoding(compact):
+            sampled.append(train_and_keep_first(make(tmp_path / f"{compact}", "lfm2_vl", **settings))["completion_ids"])
+    one, other = sampled
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 

@@ -14,12 +14,13 @@ from grpo_ext.errors import ConfigError
 from grpo_ext.forward import choice
 from grpo_ext.rollouts.ahead import RolloutsAhead
 from tests.support.architectures import architecture
+from tests.support.decoding import decoding
 from tests.support.tiny import prompts, sparse_reward, tiny_model
 from tests.support.trainers import change, error, form_of, log_of, make, ran, update
 from tests.tolerances import UPDATE
 
-PLAIN: dict[str, Any] = {"forward": "padded", "skip_zero_contribution": False, "compact_rollouts": False}
-FULL: dict[str, Any] = {"forward": "auto", "skip_zero_contribution": True, "compact_rollouts": True}
+PLAIN: dict[str, Any] = {"forward": "padded", "skip_zero_contribution": False}
+FULL: dict[str, Any] = {"forward": "auto", "skip_zero_contribution": True}
 OTHER_TERMS = [{"beta": 0.1}, {"entropy_coef": 0.01}, {"top_entropy_quantile": 0.5}]
 SWITCHES: list[dict[str, Any]] = [{"micro_batch_tokens": 50}, {"gradient_checkpointing": True}, FULL]
 
@@ -30,7 +31,8 @@ def plain_update(tmp_path_factory):
 
     @functools.cache
     def of(kind: str) -> torch.Tensor:
-        return update(tmp_path_factory.mktemp("plain"), model=kind, reward=sparse_reward, **PLAIN)[0]
+        with decoding(compact=False):
+            return update(tmp_path_factory.mktemp("plain"), model=kind, reward=sparse_reward, **PLAIN)[0]
 
     return of
 
@@ -42,7 +44,8 @@ def plain_update(tmp_path_factory):
 )
 def test_a_switch_does_not_change_the_update(tmp_path, plain_update, kind, switch):
     plain = plain_update(kind)
-    switched, _ = update(tmp_path / "switched", model=kind, reward=sparse_reward, **{**PLAIN, **switch})
+    with decoding(compact=switch is FULL):
+        switched, _ = update(tmp_path / "switched", model=kind, reward=sparse_reward, **{**PLAIN, **switch})
     assert error(plain, switched) <= UPDATE
 
 

@@ -67,7 +67,7 @@ full = pytest.mark.full
 EITHER = pytest.mark.parametrize("bits", [4, pytest.param(8, marks=full)])
 
 
-BFLOAT16 = (trainer_module, "train_in_float32", lambda model, before: None)  # adapters stay as TRL casts them
+BFLOAT16 = (trainer_module, "repair_set_up", lambda trainer, before: None)  # adapters stay as TRL casts them
 
 
 def test_the_update_does_not_depend_on_the_split(tmp_path, base, monkeypatch):

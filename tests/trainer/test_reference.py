@@ -13,9 +13,9 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from grpo_ext import GRPOTrainer
 from grpo_ext.compat import as_reference
 from grpo_ext.errors import CheckpointError, ConfigError, ModelError
-from grpo_ext.forward import reference
 from grpo_ext.run.checkpoint import checkpoints
 from grpo_ext.run.state import load_state
+from grpo_ext.upstream import reference
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, SAVE, log_of, make, on
 

@@ -15,6 +15,7 @@ from grpo_ext.forward.columns import EXPERTS
 from grpo_ext.forward.routing import BY_ROUTER
 from grpo_ext.rollouts.transcript import Transcript, share_prompt_experts
 from tests.support.beside_trl import log_probs_of
+from tests.support.decoding import decoding
 from tests.support.float64 import float64_throughout
 from tests.support.tiny import given_rollout, tiny_model
 from tests.support.tool_runs import always_calling
@@ -189,7 +190,7 @@ def recorded(tmp_path_factory) -> list[torch.Tensor]:
     "settings",
     [
         {},
-        {"compact_rollouts": False},
+        {"compact": False},
         {"generation_kwargs": {"use_cache": False}},
         {"pad_to_multiple_of": 8},
         {"rollout_chunk_size": 4},
@@ -200,7 +201,8 @@ def recorded(tmp_path_factory) -> list[torch.Tensor]:
     ids=str,
 )
 def test_experts_are_recorded_however_completions_are_sampled(tmp_path, recorded, settings):
-    rows = experts_of(tmp_path, **settings)
+    with decoding(settings.get("compact", True)):
+        rows = experts_of(tmp_path, **{name: value for name, value in settings.items() if name != "compact"})
     for row_NC, expected_NC in zip(rows, recorded, strict=True):
         if settings != {"mask_truncated_completions": True}:  # of which one token is kept
             assert torch.equal(row_NC, expected_NC)

@@ -1,17 +1,15 @@
-"""Checks: randomness is found wherever it hides and can be switched off; bad models and data are refused by name."""
+"""Checks: randomness is found wherever it hides and can be switched off; what depends on the split is refused."""
 
 import copy
 
 import peft
 import pytest
 import torch
-from datasets import Dataset
 from torch import nn
-from transformers import GPT2Config, LlamaConfig
 
-from grpo_ext.checks.data import check_prompt_lengths, check_prompts
-from grpo_ext.checks.model import disable_random_parts, random_parts, split_dependence
-from grpo_ext.errors import DataError, SplitDependentError, refuse_split_dependence
+from grpo_ext.checks.model import random_parts, split_dependence
+from grpo_ext.errors import SplitDependentError, refuse_split_dependence
+from grpo_ext.upstream.argument_checks import disable_random_parts
 from tests.support.tiny import tiny_model
 
 
@@ -89,40 +87,3 @@ def test_all_split_dependent_parts_are_reported_together():
     assert len(refuse_split_dependence(split_dependence(model, 3.0), allow=True)) == 3
     independent = nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4))
     assert refuse_split_dependence(split_dependence(independent, 0.0), allow=False) == []
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        ({"prompt": []}, "the training data set is empty"),
-        (
-            {"question": ["a"], "answer": ["b"]},
-            r"has no 'prompt' column; it has question, answer; .*rename_column\('question', 'prompt'\)",
-        ),
-        (
-            {"prompt": ["a"], "completions": ["b"]},
-            "has a column 'completions', a name under which reward functions get what was sampled",
-        ),
-        ({"prompt": [[{"role": "user", "content": "hi"}], []]}, r"row 1 .* has an empty prompt \(\[\]\)"),
-    ],
-)
-def test_data_without_prompts_is_refused_with_the_row(data, says):
-    with pytest.raises(DataError, match=says):
-        check_prompts(Dataset.from_dict(data), "training")
-
-
-@pytest.mark.parametrize(
-    ("config", "room"),  # of learned positions the completion takes some
-    [(GPT2Config(n_positions=64), 54), (LlamaConfig(max_position_embeddings=64), 64)],
-    ids=lambda value: getattr(value, "model_type", None),
-)
-def test_a_prompt_may_fill_the_room_and_not_one_token_more(config, room):
-    def surveyed(*prompts):
-        return check_prompts(Dataset.from_dict({"prompt": prompts}), "training")
-
-    def lengths(prompts: list[str]) -> list[int]:  # a character is a token
-        return [len(prompt) for prompt in prompts]
-
-    check_prompt_lengths(surveyed("x" * room), lengths, config, max_completion_length=10)
-    with pytest.raises(DataError, match=f"row 1 has {room + 1} tokens, .*room for {room} .*max_position_embeddings=64"):
-        check_prompt_lengths(surveyed("a", "x" * (room + 1)), lengths, config, max_completion_length=10)

@@ -73,13 +73,6 @@ def test_or_at_its_first_call_where_the_source_does_not_show_it(returned):
         compat.values_of("generate", returned)
 
 
-def test_an_option_that_trl_passes_too_is_ours(monkeypatch):
-    monkeypatch.setattr(compat.vllm_generation, "LLM", dict, raising=False)
-    with compat.starting_vllm_with({"logprobs_mode": "processed_logprobs"}):
-        started = compat.vllm_generation.LLM(model="tiny", logprobs_mode="raw_logprobs")
-    assert started == {"model": "tiny", "logprobs_mode": "processed_logprobs"}
-
-
 @pytest.mark.parametrize("needed", ["_env_tools", "_environment_pool", "async_loop", "vllm_generation"])
 def test_an_attribute_that_is_missing_where_it_is_needed_is_named(tmp_path, needed):
     trainer = make(tmp_path)

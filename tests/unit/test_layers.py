@@ -22,6 +22,7 @@ INNER = (
     "config",
     "view",
     "forward",
+    "upstream",
     "rewards",
     "sampling",
     "rollouts",

@@ -13,12 +13,12 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from trl import get_peft_config, get_quantization_config
 
 from ...batching.sizes import geometry_of
-from ...checks.model import find_model
 from ...config import GRPOConfig
 from ...errors import ConfigError
 from ...rewards.registry import resolve_rewards
 from ...run.rounding import SAME_UPDATE
 from ...settings import named
+from ...upstream.argument_checks import find_model
 from ..data import load_prompts
 from ..options import as_dataclasses, demo_of, fields_of, load_arguments, output_settings
 from ..stock import OURS, STOCK

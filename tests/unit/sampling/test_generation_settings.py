@@ -1,5 +1,6 @@
 """Settings of `generate`: with those that are covered, a row depends on its key and on its own tokens alone."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,10 +8,14 @@ import torch
 from transformers import GenerationConfig
 
 from grpo_ext.algorithms.keyed_random import TRAIN_STREAM, completion_keys
-from grpo_ext.sampling import decoding
+from grpo_ext.batching.sizes import ChunkSizes
+from grpo_ext.rollouts.transcript import Transcript
+from grpo_ext.runtime.out_of_memory import Halving
+from grpo_ext.sampling import engine
 from grpo_ext.sampling.decoding import decodes_compactly
+from grpo_ext.sampling.engine import EngineSettings, TransformersEngine
 from grpo_ext.sampling.keyed import COVERED, why_not_by_key
-from tests.support.rollouts import sampled_chunk
+from tests.support.decoding import decoding
 from tests.support.tiny import tiny_model
 
 VOCABULARY, END, NEW = 12, 1, 12  # the end is the padding too
@@ -78,12 +83,15 @@ def sampling(**options: Any) -> GenerationConfig:
 
 
 def sample(
-    model: Any, prompts: list[list[int]], config: GenerationConfig, compact: bool, first: int = 0
+    model: Any, prompts: list[list[int]], config: GenerationConfig, compact: bool, first: int = 0, multiple: Any = None
 ) -> list[list[int]]:
     index = torch.arange(len(prompts)) + first
     keys_B = completion_keys(0, TRAIN_STREAM, 0, 0, index, 0 * index)
-    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
-    return sampled_chunk(model, prompts, keys_B, config, ends, compact=compact)
+    rows = [Transcript(key, place, prompt_ids=ids) for place, (key, ids) in enumerate(zip(keys_B.tolist(), prompts))]
+    settings = EngineSettings(torch.device("cpu"), None, filler=END, pad=END, multiple=multiple)
+    of_engine = lambda: model, lambda: nullcontext(model), settings, lambda rows: None, Halving("generation", "", True)
+    with torch.no_grad(), decoding(compact):
+        return [turn.ids for turn in TransformersEngine(*of_engine).generate(rows, config, ChunkSizes(1, None, None))]
 
 
 def alone(model: Any, config: GenerationConfig, compact: bool) -> list[list[int]]:
@@ -98,6 +106,7 @@ def test_a_row_is_the_same_at_two_widths_of_padding_in_either_loop(model, name):
     rows = sample(model, PROMPTS, config, compact=False)
     for compact in (True, False) if decodes_compactly(model, config) else (False,):
         assert sample(model, [*PROMPTS, LONG], config, compact)[:-1] == rows
+        assert sample(model, PROMPTS, config, compact, multiple=16) == rows
         assert alone(model, config, compact) == rows[-4:]
     moves_nothing = {"remove_invalid_values", "renormalize_logits", "use_cache", "prefill_chunk_size"}
     if name not in (*moves_nothing, "cache_implementation"):
@@ -106,7 +115,7 @@ def test_a_row_is_the_same_at_two_widths_of_padding_in_either_loop(model, name):
 
 @pytest.mark.parametrize("name", ["no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "min_length"])
 def test_a_row_is_another_where_processors_read_its_padding(model, monkeypatch, name):
-    monkeypatch.setattr(decoding, "on_own_tokens", lambda processors, mask, config: processors)
+    monkeypatch.setattr(engine, "reads_padding", lambda model, config: False)
     config = sampling(**CASES[name])
     assert sample(model, [*PROMPTS, LONG], config, compact=True)[4:8] != alone(model, config, compact=True)
 

@@ -77,7 +77,7 @@ def test_what_samples_is_asked_where_samplers_are_built_and_before_a_trainer_is(
         "sampling/vllm.py": 1,
         "sampling/vllm_weights.py": 1,
         "sampling/equal_shares.py": 1,
-        "checks/settings.py": 2,
+        "upstream/argument_checks.py": 2,
         "view.py": 1,  # whether it corrects the loss
         "compat.py": 1,  # before there is a sampler
         "checks/trainer.py": 2,  # a callback that has changed it

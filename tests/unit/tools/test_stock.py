@@ -18,7 +18,7 @@ CONFIG = {"global_batch_size": 16, "rollout_batch_size": 32, "per_device_train_b
 LAYOUT = {
     "trail",
     *("global_batch_size", "rollout_batch_size", "rollout_chunk_size", "micro_batch_tokens", "forward"),
-    *("skip_zero_contribution", "float32_weight_gradients", "compact_rollouts", "bitwise_invariant"),
+    *("skip_zero_contribution", "float32_weight_gradients", "bitwise_invariant"),
     *("canonical_unit_size", "bitwise_threads", "allow_changed_on_resume", "allow_split_dependent", "tool_timeout"),
     *("reward_workers", "reward_timeout", "reward_retries", "reward_on_failure", "eval_pass_threshold"),
     *("eval_pass_reward", "vllm_check", "vllm_lora", "vllm_seeds", "sequence_parallel_size"),

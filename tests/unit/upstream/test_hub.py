@@ -5,9 +5,9 @@ import json
 import huggingface_hub
 import pytest
 
-from grpo_ext.checks.model import find_model
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.tools.plan import load_config
+from grpo_ext.upstream.argument_checks import find_model
 
 
 def test_a_model_in_the_cache_is_found_without_a_network(monkeypatch, tmp_path):

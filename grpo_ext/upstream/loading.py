@@ -1,7 +1,9 @@
-"""Loads the weights and optimizer states of a checkpoint that transformers' Trainer leaves out.
+"""Loads the weights and optimizer states of a checkpoint that transformers' Trainer leaves out, in the model's dtypes.
 
-transformers loads weights by name and only warns of missing ones. Used on resume and where the best
-checkpoint is loaded.
+Repairs `transformers.Trainer._issue_warnings_after_load`, which only warns of weights that a file has under other names
+(experts, image towers), so they stay as they were; `peft.PeftModel.load_adapter`, which converts a bfloat16 adapter to
+float32; and `accelerate.utils.load_fsdp_optimizer`, which cannot load a parameter without a state. Until they fix it;
+last seen in transformers 5.23, PEFT 0.21 and Accelerate 1.15. Also names the engine that wrote a state.
 """
 
 from collections.abc import Collection, Iterator

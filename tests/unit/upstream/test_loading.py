@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import load_sharded_checkpoint
 
 from grpo_ext.errors import CheckpointError
-from grpo_ext.run.loading import load_renamed
+from grpo_ext.upstream.loading import load_renamed
 from tests.support.architectures import PREFIXED, architecture
 from tests.support.images import FAMILIES, image_model
 

@@ -1,4 +1,9 @@
-"""TRL's table of completions, which never ends the training. Called by the trainer, around TRL's `log`."""
+"""TRL's table of completions: it never ends the training, and that of an evaluation is a file of its own.
+
+Repairs `trl.GRPOTrainer.log`, which raises where pyarrow or a tracker refuses a column, and writes the table of an
+evaluation over that of the training step. Until TRL fixes both; last seen in 1.16. Called by the trainer, around TRL's
+method.
+"""
 
 import contextlib
 import io

@@ -1,7 +1,9 @@
-"""The reference, which is the policy at its start, and the teacher: built on every process after TRL's constructor.
+"""A reference that is the policy at its start, whatever the policy was made from, and its moved weights in checkpoints.
 
-Differs from TRL, which loads a reference by name, or takes the base of an adapter for it: a model object needs no name
-and may have been changed, and an adapter may start anywhere. Used once, while the trainer is built.
+Repairs `trl.GRPOTrainer.__init__`, which loads the reference by the model's name, though an object may have none or
+have been changed, and takes the model without its adapter for one that starts elsewhere; and
+`trl.SyncRefModelCallback`, whose moved weights no checkpoint holds. Until TRL fixes both; last seen in 1.16. Used while
+a trainer is built, and by the run's state.
 """
 
 import functools
@@ -13,16 +15,14 @@ import torch
 import trl
 from peft import PeftModel
 
-from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
-from ..config import GRPOConfig
+from ..compat import create_model_from_path
 from ..errors import ConfigError, ModelError
-from ..runtime.collectives import copy_from_main_process, local_part, shards_parameters
+from ..forward.fixed_models import is_partitioned, load_arguments
+from ..forward.quantised import outlier_thresholds
+from ..forward.snapshot import deep_copy, refuse_replaced_forward, sharing_copy
+from ..forward.tiled_log_probs import gathered
+from ..runtime.collectives import local_part, shards_parameters
 from ..view import TrainerView
-from .architecture import base_model_of
-from .lm_head import install, refuse_unknown_head
-from .quantised import keep_4bit_weights, outlier_thresholds
-from .snapshot import deep_copy, refuse_replaced_forward, sharing_copy
-from .tiled_log_probs import gathered
 
 # PEFT's kinds of adapters that change nothing before they are trained, with the initialisations below
 _NEUTRAL = {"LORA", "IA3", "OFT", "VERA", "LOHA", "LOKR"}
@@ -47,7 +47,7 @@ def reference_loader(
         return _adapter_copy
     name = model if isinstance(model, str) else model.config._name_or_path
     # a copy of what ZeRO-3 has partitioned would be whole on every process
-    if not isinstance(model, str) and not (name and _is_partitioned(model)):
+    if not isinstance(model, str) and not (name and is_partitioned(model)):
         try:
             with gathered(*model.parameters()):
                 start = deep_copy(model).eval()
@@ -55,20 +55,13 @@ def reference_loader(
         except ModelError:
             if not name:
                 raise
-    load = _load_arguments(args, args.model_init_kwargs)
+    load = load_arguments(args, args.model_init_kwargs)
     if quantization_config is not None:
         load["quantization_config"] = quantization_config
     if not isinstance(model, str):
         load.setdefault("dtype", model.dtype)
         load.setdefault("attn_implementation", model.config._attn_implementation)
     return functools.partial(_loaded, name, load)
-
-
-def _load_arguments(args: trl.GRPOConfig, kwargs: Any) -> dict[str, Any]:
-    load = {"trust_remote_code": getattr(args, "trust_remote_code", False), **(kwargs or {})}
-    if args.distributed_state is not None and args.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
-        load["device_map"] = None  # several processes cannot spread a model over the devices
-    return load
 
 
 def _holds_its_start(model: Any, peft_config: Any) -> bool:
@@ -87,7 +80,7 @@ def _holds_its_start(model: Any, peft_config: Any) -> bool:
 
 
 def _adapter_copy(policy: Any) -> Any:
-    if _is_partitioned(policy) or outlier_thresholds(policy):
+    if is_partitioned(policy) or outlier_thresholds(policy):
         raise ModelError(
             "the start of this adapter is not the model without it, and not copied under ZeRO-3 or beside weights in 8 "
             "bits. Use FSDP2, ZeRO-2 or 4 bits, a peft_config=LoraConfig(...) with the defaults of "
@@ -137,60 +130,3 @@ def weight_sums(model: Any, ends: bool = False) -> list[float]:
     parameters = [] if model is None else list(model.parameters())
     parameters = parameters[:: len(parameters) - 1 or 1] if ends else parameters
     return [float(parameter.detach().sum(dtype=torch.float64)) for parameter in parameters]  # of several devices
-
-
-def _is_partitioned(model: Any) -> bool:
-    """Whether ZeRO-3 has cut the weights."""
-    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-
-
-@torch.no_grad()
-def use_fixed_models(load: Callable[[Any], Any] | None, teacher: Any, view: TrainerView, config: GRPOConfig) -> None:
-    """Give the trainer its reference, and its teacher (None: that of the settings, if any)."""
-    if load is not None:
-        reference = _prepared(load(view.model), view)
-        view.set_reference(reference, config.beta)
-        if config.sync_ref_model:
-            view.add_callback(SyncRefModelCallback(reference, view.accelerator))
-    if teacher is None and config.teacher_model is not None:
-        arguments = _load_arguments(view.args, config.teacher_model_init_kwargs)
-        teacher = create_model_from_path(config.teacher_model, **arguments)
-    if teacher is not None:
-        _refuse_teacher(teacher, view)
-        teacher = _prepared(teacher.requires_grad_(False).eval(), view)
-    view.set_teacher(teacher)
-
-
-def _refuse_teacher(teacher: Any, view: TrainerView) -> None:
-    base = base_model_of(teacher)
-    refuse_unknown_head(base)
-    if (other := getattr(base.forward, "of_grpo_ext", view.temperature)) != view.temperature:
-        raise ModelError(
-            f"the teacher belongs to a trainer with temperature={other}, and this one has {view.temperature}; load it "
-            "for each of them."
-        )
-    known, sampled = (base_model_of(model).config.get_text_config().vocab_size for model in (teacher, view.model))
-    if known < sampled:
-        raise ModelError(
-            f"the teacher's vocab_size={known} is less than the policy's {sampled}, so it cannot score every token "
-            f"that the policy may sample; call resize_token_embeddings({sampled}) on it, and pass it as teacher_model."
-        )
-    if shards_parameters(view.accelerator) and getattr(teacher, "is_quantized", False):
-        raise ModelError(
-            "a teacher with quantised weights under FSDP or DeepSpeed, which would cut them; load it in bfloat16 "
-            "(teacher_model_init_kwargs={'dtype': 'bfloat16'}), or train with DDP."
-        )
-
-
-def _prepared(model: Any, view: TrainerView) -> Any:
-    """A model with the weights of the main process and this package's head, in the wrapper of an engine."""
-    accelerator = view.accelerator
-    if not _is_partitioned(model):
-        copy_from_main_process(model, accelerator.device)
-    keep_4bit_weights(model)
-    install(base_model_of(model), view.temperature, view.args.cast_lm_head_to_fp32)
-    if view.is_deepspeed_enabled:
-        return prepare_deepspeed(model, accelerator)
-    if view.is_fsdp_enabled:
-        return prepare_fsdp(model, accelerator)
-    return accelerator.prepare_model(model, evaluation_mode=True)
