@@ -375,9 +375,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     ) -> Any:
         """Train; logs the plan once. Arguments and result are those of `transformers.Trainer.train`.
 
-        `resume_from_checkpoint` may also be "latest", as True: the newest complete checkpoint of the run that started
-        last in `output_dir`; or "auto": the same where there is one, and else a new run. An `output_dir` that holds
-        checkpoints of another run is left alone: with a warning, this run writes beside it.
+        `resume_from_checkpoint` may also be "latest", as True: the newest complete checkpoint of the newest run of
+        `output_dir`; or "auto": the same where there is one, and else a new run. An `output_dir` that holds checkpoints
+        of another run, or later ones, is left alone: with a warning, this run writes beside it.
 
         Raises:
             CheckpointError: there is no complete checkpoint to resume from, or it belongs to another run.
@@ -423,16 +423,14 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Like transformers' method, which would train on where a finished run is resumed."""
-        with self._keeper.epoch(kwargs["trial"]) as replaced:
-            if replaced is not None:
-                super()._run_epoch(*args, **{**kwargs, **replaced})
+        if self._keeper.has_steps_left():
+            super()._run_epoch(*args, **kwargs)
+            self._keeper.refuse_bad_weights()
 
     def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float, **added: Any) -> Any:
         """Like transformers' method, but keeps the checkpoint that an interrupted run resumes from."""
-        watch = self._keeper.watch
-        if watch.evaluation_due and not watch.stopping:  # of the last step of all
-            self._keeper.evaluate_late(trial)
-        with temporarily_set(self.args, save_total_limit=None if watch.stopping else self.args.save_total_limit):
+        limit = None if self._keeper.watch.stopping else self.args.save_total_limit
+        with temporarily_set(self.args, save_total_limit=limit):
             return super()._finalize_training(trial, num_train_samples, start_time, **added)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None, **added: Any) -> None:
@@ -453,9 +451,11 @@ class GRPOTrainer(trl.GRPOTrainer):
         load_renamed(self.model, self._loads_from, load_result.missing_keys)
 
     def _save_checkpoint(self, model: Any, trial: Any, **added: Any) -> None:
+        final, push = self._checkpoint_folder(trial), self.args.push_to_hub
+        if self._keeper.has_saved(final):  # a callback asks for it once more
+            return
         if self.is_fsdp_enabled:
             fill_missing_state(self.optimizer)
-        final, push = self._checkpoint_folder(trial), self.args.push_to_hub
         with self._keeper.saving(final), temporarily_set(self.args, push_to_hub=False):
             super()._save_checkpoint(model, trial, **added)
         if push:  # once the checkpoint has its final name

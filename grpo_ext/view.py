@@ -214,18 +214,7 @@ class TrainerView:
             self._trainer.teacher_model = model  # type: ignore[attr-defined]
             self.args.teacher_kl_coef = self.args.teacher_kl_coef or 1.0
 
-    # ---- The loop's steps, which an interrupted run takes late -----------------------------------------------------
-
-    def evaluate_late(self, trial: Any, checkpoint: str | None) -> None:
-        """Evaluate as the loop would have before it wrote the checkpoint, from its random states."""
-        loop: Any = self._trainer
-        loop._load_rng_state(checkpoint)
-        best = loop._determine_best_metric(loop._evaluate(trial, None), trial)
-        if best and self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = checkpoint
-
-    def save_random_states(self, folder: str) -> None:
-        self._trainer._save_rng_state(folder)
+    # ---- What the Trainer's methods find, for a time --------------------------------------------------------------
 
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return temporarily_set(self._trainer, _logs=table)

@@ -32,7 +32,7 @@ from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
 from grpo_ext.errors import ConfigError, GrpoExtError, ProcessError, RewardError, counted
 from grpo_ext.rewards.registry import resolve_rewards
-from grpo_ext.run.checkpoint import checkpoints, record_start, run_to_resume
+from grpo_ext.run.checkpoint import checkpoints, folder_beside, run_to_resume
 from grpo_ext.run.trail_comparison import SAME
 from grpo_ext.runtime.collectives import from_main_process
 from grpo_ext.runtime.quiet import quiet_libraries
@@ -81,19 +81,6 @@ def check_output_dir(training: GRPOConfig) -> None:
         raise ConfigError(
             f"--resume_from_checkpoint {training.resume_from_checkpoint} does not exist; name a folder checkpoint-N."
         )
-
-
-def fresh_demo_folder() -> str:
-    """Make runs/demo-1, or the first free number."""
-    DEMO_FOLDER.mkdir(parents=True, exist_ok=True)
-    number = 0
-    while True:
-        number += 1
-        folder = DEMO_FOLDER / f"{DEMO_NAME}-{number}"
-        with contextlib.suppress(FileExistsError):  # taken, perhaps by a run that has just started
-            folder.mkdir()
-            record_start(folder, DEMO_NAME)  # so that a later demo can resume in it
-            return str(folder)
 
 
 def main_process_first(make: Callable[[], Any]) -> Any:
@@ -317,7 +304,7 @@ def main(argv: list[str]) -> None:
         if unnamed:
             wanted, folder = training.resume_from_checkpoint, str(training.output_dir)
             training.output_dir = from_main_process(
-                PartialState(), lambda: str(run_to_resume(wanted, folder) or fresh_demo_folder())
+                PartialState(), lambda: str(run_to_resume(wanted, folder) or folder_beside(folder, 1))
             )
         if demo:
             run_demo(demo, script, training, model, argv)

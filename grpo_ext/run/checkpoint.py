@@ -1,7 +1,7 @@
 """Folders of runs, and of checkpoints, which are complete or absent: written under another name, synced, then renamed.
 
 Differs from transformers, which writes into the final folder file by file. `checkpoint.json` lists every file with its
-size and SHA-256; it is written last and verified before anything is loaded. A run locks its folder while it trains, and
+size and hash; it is written last and verified before anything is loaded. A run locks its folder while it trains, and
 never mixes its files with those of another run. Used by run.keeper, `grpo-ext` and the recipe.
 """
 
@@ -12,16 +12,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from accelerate.logging import get_logger
 from filelock import FileLock, Timeout
-from huggingface_hub.utils.sha import sha_fileobj
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -30,42 +29,48 @@ from ..errors import CheckpointError, ConfigError
 logger = get_logger(__name__)
 LISTING = "checkpoint.json"
 LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
-RECORD = "_run.json"  # the name of the output_dir that a run's folder was given for, and when it last started
+RECORD = "_run.json"  # in a folder that was made beside an output_dir: the name of that one
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
-_STEP = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 _PARTIAL = "_writing-"  # begins the names of folders that are not complete
+_HASHES: dict[str, Any] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # sha256: until November 2026
 
 
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return sha_fileobj(file).hex()
+def file_hash(path: Path, kind: str) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, _HASHES[kind]).hexdigest()
 
 
-def _hashes(paths: Sequence[Path]) -> list[str]:
+def _hashes(kinds: Mapping[Path, str]) -> list[str]:
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(file_hash, paths))
+        return [*threads.map(file_hash, kinds, kinds.values())]
+
+
+def _numbered(folder: Path, name: str) -> dict[int, Path]:
+    """The folders `name-N` in a folder, by their numbers, in order."""
+    matches = {path: re.fullmatch(rf"{re.escape(name)}-(\d+)", path.name) for path in folder.glob("*")}
+    return dict(sorted((int(match[1]), path) for path, match in matches.items() if match and path.is_dir()))
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
     """The checkpoints in a run's folder, complete or not, oldest step first."""
-    root = Path(folder)
-    if not root.is_dir():
-        return []
-    steps = {path: int(match[1]) for path in root.iterdir() if (match := _STEP.match(path.name)) and path.is_dir()}
-    return sorted(steps, key=steps.__getitem__)
+    return [*_numbered(Path(folder), PREFIX_CHECKPOINT_DIR).values()]
 
 
 def write_listing(folder: Path, about: dict[str, Any]) -> None:
-    """List every file of a finished checkpoint, and sync all of it to the disk."""
-    paths = sorted(folder.rglob("*"))
-    listed = [path for path in paths if path.is_file() and path.name != LISTING]
+    """Sync a finished checkpoint to the disk, and list every file of it; hashing is hidden behind the sync."""
+    paths = [path for path in folder.rglob("*") if path.name != LISTING]
+    listed = sorted(path for path in paths if path.is_file())
+    with ThreadPoolExecutor() as threads:
+        synced = threads.map(_sync, paths)
+        hashes = _hashes(dict.fromkeys(listed, "xxh3_128"))
+        list(synced)  # its errors are raised
     files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(listed, _hashes(listed), strict=True)
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "xxh3_128": digest}
+        for path, digest in zip(listed, hashes, strict=True)
     }
     content, listing = {**about, "files": files}, folder / LISTING
     listing.write_text(json.dumps({**content, "sha256": _content_hash(content)}, indent=1) + "\n")
-    for path in (*paths, listing, folder):
+    for path in (listing, folder):
         _sync(path)
 
 
@@ -132,9 +137,10 @@ def why_broken(folder: str | Path) -> str | None:
             return f"{path} is missing"
         if (size := path.stat().st_size) != expected["size"]:
             return f"{path} has {size} bytes instead of {expected['size']}"
-    for path, digest in zip(files, _hashes([*files]), strict=True):
-        if digest != files[path]["sha256"]:
-            return f"{path} has changed since it was written (SHA-256 differs)"
+    kinds = {path: next(kind for kind in _HASHES if kind in expected) for path, expected in files.items()}
+    for path, digest in zip(files, _hashes(kinds), strict=True):
+        if digest != files[path][kinds[path]]:
+            return f"{path} has changed since it was written (its {kinds[path]} hash differs)"
     return None
 
 
@@ -158,7 +164,7 @@ def is_path(wanted: str | bool | None) -> bool:
     return wanted not in (None, False, True, "latest", "auto")
 
 
-def find_checkpoint(wanted: str | bool | None, folder: str) -> str | None:
+def find_checkpoint(wanted: str | bool | None, folder: str | Path) -> str | None:
     """The verified checkpoint to resume from; None for a new run."""
     existing = checkpoints(folder)
     if not wanted or (wanted == "auto" and not existing):
@@ -183,28 +189,14 @@ def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:
     return Path(run) / f"{_PARTIAL}{owner}"
 
 
-def publish(written: Path, final: Path) -> Path | None:
-    """Rename a finished checkpoint to its final name; returns the new name of a folder that had it already."""
-    replaced = _rename_aside(final) if final.exists() else None
+def publish(written: Path, final: Path) -> None:
+    """Rename a finished checkpoint to its final name."""
     os.rename(written, final)
     _sync(final.parent)
-    return replaced
-
-
-def _rename_aside(folder: Path) -> Path:
-    names = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
-    return folder.rename(next(name for name in names if not name.exists()))
-
-
-def set_aside_later(checkpoint: str | Path) -> list[Path]:
-    """Rename the checkpoints after the one that a run resumes from, so that "latest" is not one; their new names."""
-    path = Path(checkpoint).resolve()
-    siblings = checkpoints(path.parent)
-    return [_rename_aside(later) for later in siblings[siblings.index(path) + 1 :]] if path in siblings else []
 
 
 def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`, and, unlike transformers, none that was renamed."""
+    """Delete the oldest checkpoints beyond `save_total_limit`."""
     if limit is None or limit <= 0:
         return
     existing, keep = checkpoints(run), {Path(path).resolve() for path in protected if path is not None}
@@ -229,79 +221,78 @@ def create_output_dir(folder: str) -> None:
         ) from error
 
 
-def _record(folder: Path) -> dict[str, str]:
-    """What is recorded of a run's folder; its own name, never started, where nothing is, or of a copy."""
-    name = os.path.basename(folder)
+def _base_of(folder: Path) -> Path:
+    """The output_dir beside which a folder was made for a run; of any other folder, itself."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        record = json.loads((folder / RECORD).read_text())
-        if record["folder"] == name:
-            return {key: str(record[key]) for key in ("output_dir", "started")}
-    return {"output_dir": name, "started": ""}
+        name = json.loads((folder / RECORD).read_text())["output_dir"]
+        if folder.name.rpartition("-")[0] == name:  # not a copy
+            return folder.with_name(name)
+    return folder
 
 
-def record_start(folder: str | Path, output_dir: str | Path) -> None:
-    """Record that a run starts in a folder, which it was given for `output_dir`."""
-    path = Path(folder)
-    asked = _record(path)["output_dir"] if (path / RECORD).exists() else os.path.basename(Path(output_dir))
-    with suppress(OSError):  # without it, a resume from here goes on in output_dir
-        started = datetime.now(UTC).isoformat(timespec="microseconds")
-        record = {"folder": os.path.basename(path), "output_dir": asked, "started": started}
-        (path / RECORD).write_text(json.dumps(record) + "\n")
+def _beside(base: Path) -> dict[int, Path]:
+    """The folders of the runs that began beside an output_dir, `-2`, `-3`, by their numbers, in order."""
+    numbered = _numbered(base.parent, base.name)
+    return {number: folder for number, folder in numbered.items() if _base_of(folder) == base}
 
 
-def runs_of(output_dir: str | Path) -> list[Path]:
-    """The folders of runs with this `output_dir`: itself, `-2`, `-3`; the last started at the end."""
-    base, name = Path(output_dir), os.path.basename(Path(output_dir))
-    numbered = (path for path in base.parent.glob("*") if re.fullmatch(rf"{re.escape(name)}-\d+", path.name))
-    beside = [path for path in numbered if _record(path)["output_dir"] == name]
-    return sorted([base, *beside], key=lambda path: _record(path)["started"])
+def folder_beside(output_dir: str | Path, first: int = 2) -> Path:
+    """Make a folder for a new run beside the runs that an `output_dir` has."""
+    base = _base_of(Path(output_dir))
+    for number in itertools.count(max(_beside(base), default=first - 1) + 1):
+        folder = Path(f"{base}-{number}")
+        with suppress(FileExistsError):  # the user's, or that of a run that has just started
+            folder.mkdir(parents=True)
+            break
+    (folder / RECORD).write_text(json.dumps({"output_dir": base.name}) + "\n")
+    return folder
 
 
-def run_to_resume(wanted: str | bool | None, output_dir: str) -> Path | None:
-    """The folder of `output_dir` in which a resumed run continues; None for a new run, or one that is elsewhere."""
-    if not wanted:
-        return None
-    runs = [run for run in runs_of(output_dir) if checkpoints(run)]
+def run_to_resume(wanted: str | bool | None, output_dir: str | Path) -> Path | None:
+    """The folder of the run to resume: the newest of `output_dir`, or that of a path; None for any other run."""
+    base = Path(output_dir)
+    runs = [run for run in (base, *_beside(base).values()) if wanted and checkpoints(run)]
     if is_path(wanted):
         source = Path(str(wanted)).resolve().parent
         runs = [run for run in runs if run.resolve() == source]
     return runs[-1] if runs else None
 
 
-def _acquire(folder: str, patience: float = 0.0) -> FileLock | None:
+def _acquire(folder: Path, patience: float = 0.0) -> FileLock | None:
     """The lock on a run's folder; None where another run holds it for longer than `patience` seconds."""
-    create_output_dir(folder)
-    lock = FileLock(Path(folder) / LOCK, thread_local=False)  # a thread may take it (`from_main_process`)
+    create_output_dir(str(folder))
+    lock = FileLock(folder / LOCK, thread_local=False)  # a thread may take it (`from_main_process`)
     try:
         lock.acquire(timeout=patience)
     except Timeout:
         return None
-    for partial in Path(folder).glob(f"{_PARTIAL}*"):  # by interrupted saves
+    for partial in folder.glob(f"{_PARTIAL}*"):  # by interrupted saves
         shutil.rmtree(partial, ignore_errors=True)
     return lock
 
 
-def take_folder(folder: str, in_place: bool) -> tuple[str, FileLock]:
-    """Lock the folder of a run that resumes, or the first free one of `folder`, `folder-2`, ... for a new run."""
-    if in_place:
-        if (lock := _acquire(folder, _PATIENCE)) is not None:
-            return folder, lock
-        raise CheckpointError(
-            f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
-            "checkpoints; wait until that one has ended, end it, or name another output_dir."
-        )
-    name, numbers, reasons = folder, itertools.count(2), list[str]()
-    while (lock := None if checkpoints(name) else _acquire(name)) is None or checkpoints(name):
-        reason = "belongs to another run, which has not ended"
-        if checkpoints(name):  # perhaps of a run that has ended in between
-            reason = "holds checkpoints of an earlier run, which are left alone"
-        if lock is not None:
-            lock.release()
-        reasons.append(f"{name} {reason}")
-        name = f"{folder.rstrip('/')}-{next(numbers)}"
-    if reasons:
-        logger.warning(
-            f"{'; '.join(reasons)}. This run saves to {name}. To resume an earlier run, pass "
-            "resume_from_checkpoint the path of one of its checkpoints."
-        )
-    return name, lock
+def lock_to_resume(folder: Path) -> FileLock:
+    if (lock := _acquire(folder, _PATIENCE)) is not None:
+        return lock
+    raise CheckpointError(
+        f"{folder} belongs to another run, which has not ended, and two runs would overwrite each other's "
+        "checkpoints; wait until that one has ended, end it, or name another output_dir."
+    )
+
+
+def lock_new(output_dir: str | Path) -> tuple[Path, FileLock]:
+    """The locked folder of a new run: `output_dir`, or where that belongs to an earlier run, a new one beside it."""
+    folder = Path(output_dir)
+    lock = _acquire(folder)
+    if lock is not None and run_to_resume(True, folder) is None:
+        return folder, lock
+    reason = "belongs to another run, which has not ended"
+    if lock is not None:
+        lock.release()
+        reason = "holds checkpoints of an earlier run, which are left alone"
+    new = folder_beside(folder)
+    logger.warning(
+        f"{folder} {reason}. This run saves to {new}. To continue an earlier run in its folder, pass "
+        "resume_from_checkpoint the path of its newest checkpoint."
+    )
+    return lock_new(new)

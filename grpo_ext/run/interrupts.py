@@ -1,7 +1,8 @@
 """Interrupts: SIGTERM and the first Ctrl-C end a run after the current step, with a complete checkpoint.
 
 Differs from transformers, where they end the process at once, in the middle of its work. All processes stop after the
-same step. A second Ctrl-C stops at once. Installed by the trainer for the duration of a run.
+same step, once what is due after it is logged, evaluated and saved. A second Ctrl-C stops at once. Installed by the
+trainer for the duration of a run.
 """
 
 import os
@@ -14,7 +15,7 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..runtime.collectives import any_process, from_main_process
 from ..view import TrainerView
@@ -52,9 +53,8 @@ class InterruptWatch(TrainerCallback):
     def __init__(self) -> None:
         self.requested = False  # this process was asked to stop
         self.stopping = False  # one of the processes was; the run ends after this step
-        self.evaluation_due = False  # an evaluation of the last step is left to the run that resumes
-        self.ends_anyway = False  # a callback stops the run at that step too
-        self._ends_epoch = False  # the step at which the run stops is the last of its epoch
+        self.evaluation_due = False  # an evaluation of the last step failed, and is left to the run that resumes
+        self._ends_epoch = False  # the step after which the run stops is the last of its epoch
 
     def state_dict(self) -> dict[str, Any]:
         return {"evaluation_due": self.evaluation_due}
@@ -65,21 +65,22 @@ class InterruptWatch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         if not any_process(self.requested):
             return
-        self.stopping, self.ends_anyway = True, control.should_training_stop
+        self.stopping = True
         self._ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
-        control.should_training_stop = True
-        self._put_off_evaluation(control, saves=not self._ends_epoch)
+        if args.save_strategy == SaveStrategy.BEST:  # an evaluation that is not the best would cancel the checkpoint
+            args.save_strategy = SaveStrategy.STEPS
+        control.should_save = not self._ends_epoch
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
-        """After a stop that ends an epoch, log what an epoch logs, and save. A stop in mid-epoch has saved already."""
+        """After a stop that ends an epoch, log and evaluate what is due there, and save."""
         if self.stopping:
             control.should_log &= self._ends_epoch
-            self._put_off_evaluation(control, saves=self._ends_epoch)
+            control.should_evaluate &= self._ends_epoch
+            control.should_save = self._ends_epoch
 
-    def _put_off_evaluation(self, control: TrainerControl, saves: bool) -> None:
-        """Save or not, and leave a due evaluation to the run that resumes: a launcher may kill this process first."""
-        self.evaluation_due |= control.should_evaluate
-        control.should_save, control.should_evaluate = saves, False
+    def on_save(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop once the checkpoint is complete, which therefore tells whether a callback has stopped the run."""
+        control.should_training_stop |= self.stopping
 
     def _on_signal(self, number: int, frame: Any) -> None:
         if os.getpid() != self._process:  # a child that a reward function or a tool has forked

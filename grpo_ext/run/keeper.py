@@ -7,10 +7,8 @@ batch in progress; signals end a run after its step. Called by the Trainer's eve
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import math
 import secrets
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,7 @@ from ..upstream.model_card import base_name
 from ..upstream.reference import MovedReference
 from ..view import TrainerView
 from . import checkpoint as folders
-from .fingerprint import check_same_run, fingerprint_of, saved_identity, state_hashes
+from .fingerprint import check_same_run, fingerprint_of, saved_identity
 from .interrupts import InterruptWatch, interruption
 from .log import RunLog
 from .optimizer import RunOptimizer
@@ -96,7 +94,6 @@ class RunKeeper(TrainerCallback):
         self._noted: dict[str, float] = {}  # values of the step in progress
         self._bad_at_start: list[str] = []  # weights that are not finite on purpose: a bias of -inf bans a token
         self._lock: FileLock | None = None  # on the run's folder, on the main process
-        self._last_folder, self._user_output_dir = "", ""  # of this trainer's last run
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -104,8 +101,8 @@ class RunKeeper(TrainerCallback):
 
     def state_dict(self) -> dict[str, Any]:
         loop = self.view.state
-        ends = self.watch.ends_anyway if self.watch.stopping else self.view.control.should_training_stop
-        return {"losses": list(self._losses), "stopped_early": ends and loop.global_step < loop.max_steps}
+        early = self.view.control.should_training_stop and loop.global_step < loop.max_steps
+        return {"losses": list(self._losses), "stopped_early": early}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses = state["losses"]
@@ -124,7 +121,9 @@ class RunKeeper(TrainerCallback):
         with folders.explaining_format(str(self.checkpoint)):
             for name in list(states):
                 self._components[name].load_state_dict(states.pop(name))  # its memory is freed
-        self.watch.evaluation_due &= self.view.eval_dataset is not None
+        # the loop evaluates at once; `running` restores the setting
+        self.args.eval_on_start |= self.watch.evaluation_due and self.view.eval_dataset is not None
+        self.watch.evaluation_due = False
         if self.args.trail and not state.global_step:
             self._log.step(0, {}, self._weights())
 
@@ -165,39 +164,30 @@ class RunKeeper(TrainerCallback):
         self.resumed, self._stopped_early = TrainerState(), False
         self.geometry, self._losses, self._states = self.args.geometry, [], {}
         self.view.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what the others decide
-        if self.args.output_dir != self._last_folder:  # set by the user, not by the last run of this trainer
-            self._user_output_dir = str(self.args.output_dir)
-        output_dir = self._user_output_dir
+        output_dir = str(self.args.output_dir)
 
-        def take() -> tuple[str, str | None, bool, str]:
-            checkpoint = folders.find_checkpoint(wanted, output_dir) if folders.is_path(wanted) else None
-            run, runs = folders.run_to_resume(wanted, output_dir), folders.runs_of(output_dir)
-            if not folders.is_path(wanted) and run in runs[:-1]:
-                later = ", ".join(map(str, runs[runs.index(run) + 1 :]))
-                logger.warning(f"Continuing in {run}. Runs that started later have no checkpoint: {later}.")
-            folder, self._lock = folders.take_folder(output_dir if run is None else str(run), in_place=run is not None)
-            if not folders.is_path(wanted):  # the newest one once the folder is locked
-                checkpoint = folders.find_checkpoint(wanted, folder)
-            return folder, checkpoint, run is not None, secrets.token_hex(4)
+        def take() -> tuple[str, str | None, str]:
+            run = folders.run_to_resume(wanted, output_dir)
+            if run is not None:
+                self._lock = folders.lock_to_resume(run)
+            checkpoint = folders.find_checkpoint(wanted, run or output_dir)
+            if run is None or checkpoint is None or not folders.checkpoints(run)[-1].samefile(checkpoint):
+                self.release_folder()
+                run, self._lock = folders.lock_new(output_dir)
+            return str(run), checkpoint, secrets.token_hex(4)
 
         checkpoint: str | None
-        folder, checkpoint, in_place, self._owner = from_main_process(self.accelerator, take)
+        folder, checkpoint, self._owner = from_main_process(self.accelerator, take)
         if checkpoint is not None:
             logger.info(f"Resuming from {checkpoint}.")
             with folders.explaining_format(checkpoint):
                 self._read(checkpoint)
-        if self.accelerator.is_main_process:
-            folders.record_start(folder, output_dir)
-        self._last_folder, self.checkpoint = folder, checkpoint
+        self.checkpoint = checkpoint
         for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its arguments
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
         if self.args.log_completions and self.accelerator.is_main_process:
             (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it in its constructor only
-        continues = checkpoint is not None and in_place and self.args.should_save
-        if continues and (later := folders.set_aside_later(str(checkpoint))):
-            names = ", ".join(path.name for path in later)
-            logger.warning(f"Continuing from {checkpoint}; the later checkpoints beside it are now {names}.")
         return checkpoint
 
     def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:
@@ -262,34 +252,21 @@ class RunKeeper(TrainerCallback):
             self._states = {n: states[n] for n in self._components if n != "rollouts" or not others}
         self.resumed = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
         saved: Any = self.resumed.stateful_callbacks
-        if not self.args.restore_callback_states_from_checkpoint:  # else transformers does
-            restore_callbacks(self.view.callback_handler.callbacks, saved, checkpoint)
+        restore_callbacks(self.view.callback_handler.callbacks, saved, checkpoint)
 
     def compare(self) -> Any:
         """The allowed changes since the checkpoint's run, as `changed` returns them; a CheckpointError for others."""
         return from_main_process(self.accelerator, lambda: self._same_run(self.fingerprint | self.optimizer.identity()))
 
-    @contextlib.contextmanager
-    def epoch(self, trial: Any) -> Iterator[dict[str, Any] | None]:
-        """Wrap an epoch of the loop; yield arguments to replace, or None where nothing is left to train."""
-        control = self.view.control
+    def has_steps_left(self) -> bool:
+        """Whether an epoch is trained; says why none is."""
         if (reason := self._why_finished()) is not None:
             logger.info(reason)
-            control.should_training_stop = True
-            yield None
-        elif not self.watch.evaluation_due:
-            yield {}
-        else:
-            with tempfile.TemporaryDirectory() as states:
-                self.evaluate_late(trial)
-                self.view.save_random_states(states)
-                # a callback may have stopped the run in that evaluation; the loop reads only random states from here
-                yield None if self.view.control.should_training_stop else {"resume_from_checkpoint": states}
-        refuse_bad_weights(self.view.policy, self._bad_at_start, self.view.state.global_step)
+            self.view.control.should_training_stop = True
+        return not self.view.control.should_training_stop  # also where a callback stops the run in its first evaluation
 
-    def evaluate_late(self, trial: Any) -> None:
-        self.watch.evaluation_due = False
-        self.view.evaluate_late(trial, self.checkpoint)
+    def refuse_bad_weights(self) -> None:
+        refuse_bad_weights(self.view.policy, self._bad_at_start, self.view.state.global_step)
 
     def _why_finished(self) -> str | None:
         if self.view.state.global_step >= self.view.state.max_steps:
@@ -336,7 +313,8 @@ class RunKeeper(TrainerCallback):
         plan = self.announce()
         end: dict[str, Any] = {"ended": "failed"}
         evaluates = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
-        with self.watch.listening(), temporarily_set(self.args, eval_on_start=evaluates):
+        restored = {"eval_on_start": evaluates, "save_strategy": self.args.save_strategy}  # the watch changes the last
+        with self.watch.listening(), temporarily_set(self.args, **restored):
             if self.args.should_save:
                 config = getattr(self.view.policy, "config", None)
                 about = {
@@ -352,11 +330,6 @@ class RunKeeper(TrainerCallback):
             try:
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"
-                if not shards_parameters(self.accelerator):
-                    model = self.view.policy
-                    hashes = from_main_process(self.accelerator, lambda: state_hashes(model, optimizer=None))
-                    lines = "\n".join(sorted(f"{name} {value}" for name, value in hashes.items()))
-                    end["parameters_sha256"] = hashlib.sha256(lines.encode()).hexdigest()
             finally:
                 self._log.end(self.view.state.global_step, end)
         if self.limits.failures:
@@ -366,10 +339,13 @@ class RunKeeper(TrainerCallback):
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
 
+    def has_saved(self, final: Path) -> bool:
+        return bool(from_main_process(self.accelerator, (final / folders.LISTING).is_file))
+
     @contextlib.contextmanager
     def saving(self, final: Path) -> Iterator[None]:
         """The Trainer writes a checkpoint to `writing_to`; afterwards `final` is complete or absent."""
-        refuse_bad_weights(self.view.policy, self._bad_at_start, self.view.state.global_step)
+        self.refuse_bad_weights()
         states: dict[str, Any] | None = None
         if not self.args.save_only_model:
             states = {name: part.state_dict() for name, part in self._components.items()}
@@ -385,13 +361,16 @@ class RunKeeper(TrainerCallback):
 
     @contextlib.contextmanager
     def saving_on_failure(self, save: Callable[[], None]) -> Iterator[None]:
-        """If an evaluation fails on all processes, `save` the checkpoint that is due; a resumed run evaluates first."""
+        """If an evaluation fails on all processes, `save` the checkpoint that is due; a resumed run evaluates first.
+
+        Not where the evaluation decides on the best checkpoint, on an early stop, or on the learning rate.
+        """
         try:
             yield
         except Exception as error:
             shortage = isinstance(error, MemoryShortageError) and not self.forwards.collective_forward
             together = self.accelerator.num_processes == 1 or shortage
-            if together and self.view.control.should_save:
+            if together and self.view.control.should_save and self.args.metric_for_best_model is None:
                 self.watch.evaluation_due = True
                 save()
             raise

@@ -87,23 +87,13 @@ def callback_states(callbacks: Sequence[Any]) -> Any:
 
 
 def restore_callbacks(callbacks: Sequence[Any], saved: Mapping[str, Any], checkpoint: str) -> None:
-    """Restore the attributes that callbacks saved, in the user's objects and with the user's arguments."""
+    """Restore the attributes that callbacks saved, in the user's objects."""
     for name, states in saved.items():
         alike = [part for part in callbacks if isinstance(part, ExportableState) and type(part).__name__ == name]
         latest = (states if isinstance(states, list) else [states])[-len(alike) :]
         for callback, state in zip(alike, latest, strict=False):
-            old, new = (json.loads(json.dumps(part.get("args", {}))) for part in (state, callback.state()))
-            if old != new:
-                logger.warning(
-                    f"{name} had {old} when {checkpoint} was written and has {new} now, which counts; "
-                    "restore_callback_states_from_checkpoint=True takes the checkpoint's."
-                )
             try:
-                read, values = type(callback).from_state, state.get("attributes", {})
-                if read.__qualname__ != ExportableState.from_state.__qualname__:  # a class's own way
-                    like = read({**state, "args": callback.state().get("args", {})})
-                    values = {attribute: getattr(like, attribute) for attribute in values}
-                for attribute, value in values.items():
+                for attribute, value in state.get("attributes", {}).items():
                     setattr(callback, attribute, value)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error}"
@@ -155,8 +145,8 @@ def writing_checkpoint(
         complete = functools.partial(_complete, view, written, components, fingerprint)
         without_long_waits(complete if saves else lambda: None)
     with _failing_together(explain):  # once all processes know that it is complete
-        if saves and (replaced := publish(written, final)) is not None:
-            logger.warning(f"{final} was there already, from an earlier run of these steps; it is now {replaced}.")
+        if saves:
+            publish(written, final)
     if saves:
         shutil.rmtree(folder, ignore_errors=True)
         rotate(run, view.args.save_total_limit, final, state.best_model_checkpoint)

@@ -24,7 +24,7 @@ from tests.support.tiny import letter_reward
 
 SEED = int(os.environ.get("CRASH_SEED", "20"))
 LONGEST = {1: 2.5, 2: 4.0}  # seconds from the first rewards to the end of such a run, about
-MAIN_ONLY = ("writing", "listing", "publishing")
+MAIN_ONLY = ("writing", "listing", "syncing", "publishing")
 BOUND_S = 100.0  # for a launch of which one process died, start included; gloo's own limit is 30 minutes
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER, WHEELS = ROOT / ".venv-gpu", ROOT / "wheels"
 # what our dependencies require beyond themselves and the machine (machine.txt)
-FURTHER = ["dill", "multiprocess", "xxhash", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"]
+FURTHER = ["dill", "multiprocess", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
 
 

@@ -30,6 +30,7 @@ MOMENTS: dict[str, tuple[Any, str, int]] = {
     "optimizer": (sys.modules["torch.optim.adam"], "adam", 24),
     "writing": (state, "save_state", 24),
     "listing": (checkpoint, "file_hash", 240),
+    "syncing": (checkpoint, "_sync", 312),  # ten files, then their listing and its folder, then the run's
     "publishing": (state, "publish", 24),
 }
 

@@ -19,14 +19,26 @@ from transformers import Trainer
 from grpo_ext.errors import CheckpointError
 from grpo_ext.forward.snapshot import Weights
 from grpo_ext.rollouts.source import saved_waiting
-from grpo_ext.run import checkpoint
-from grpo_ext.run.checkpoint import checkpoints, run_to_resume, take_folder, why_broken, write_listing
+from grpo_ext.run import checkpoint, state
+from grpo_ext.run.checkpoint import checkpoints, lock_to_resume, why_broken, write_listing
 from grpo_ext.run.fingerprint import FINGERPRINT
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.record import read_record
 from grpo_ext.run.state import STATE, load_state
 from tests.support.tiny import prompts, sparse_reward, tiny_model, tokenizer_with
-from tests.support.trainers import LORA, SAVE, make, on, other, parameters, ran, signals, watched
+from tests.support.trainers import (
+    LORA,
+    SAVE,
+    make,
+    noted_events,
+    on,
+    other,
+    parameters,
+    ran,
+    signals,
+    stopping,
+    watched,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +54,15 @@ def copy(run, tmp_path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "out"))
 
 
+def beside(folder: Path) -> list[str]:
+    """The checkpoints of the second run of an output_dir."""
+    return [path.name for path in checkpoints(f"{folder}-2")]
+
+
+def times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 def damage(folder: Path, name: str = "optimizer.pt") -> None:
     content = bytearray((folder / name).read_bytes())
     content[len(content) // 2] ^= 4
@@ -51,12 +72,13 @@ def damage(folder: Path, name: str = "optimizer.pt") -> None:
 def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog):
     damage(copy / "checkpoint-3")
     (copy / "checkpoint-2" / "checkpoint.json").unlink()
+    before = times(copy)
     trainer = ran(make(copy, **SAVE), True)
     assert (trainer.state.global_step, trainer._step) == (3, 3)  # `_step` is TRL's, for its users
     assert "checkpoint-3/optimizer.pt has changed" in caplog.text
     assert "checkpoint-2 has lost its checkpoint.json" in caplog.text
-    assert (copy / "checkpoint-2.replaced-1").is_dir()  # broken or not, it is the user's
-    assert why_broken(copy / "checkpoint-2") is None
+    assert times(copy) == before  # broken or not, they are the user's
+    assert beside(copy) == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_the_loss_that_train_returns_is_that_of_all_steps(tmp_path):
@@ -146,6 +168,7 @@ def test_a_checkpoint_keeps_its_chunks(tmp_path):
 
 
 def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
+    shutil.rmtree(copy / "checkpoint-3")
     trainer = make(copy, **SAVE)
 
     def full(folder: str, **kwargs: Any) -> None:
@@ -158,22 +181,52 @@ def test_a_write_that_fails_half_way_leaves_nothing_behind(copy, monkeypatch):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     assert read_record(copy).starts[-1]["ended"] == "failed"
     assert [why_broken(folder) for folder in checkpoints(copy)] == [None] * 2
-    assert why_broken(copy / "checkpoint-3.replaced-1") is None
     assert not list(copy.glob("_writing*"))
 
 
-def test_later_checkpoints_are_set_aside_so_that_latest_means_the_run_that_went_on(copy, caplog):
-    other(copy, max_steps=2, allow_changed_on_resume=["max_steps"]).train(copy / "checkpoint-1")
-    names = sorted(path.name for path in copy.iterdir() if path.name.startswith("checkpoint-"))
-    assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-2.replaced-1", "checkpoint-3.replaced-1"]
-    assert "later checkpoints beside it are now checkpoint-2.replaced-1, checkpoint-3.replaced-1" in caplog.text
+@pytest.mark.parametrize("part", [(checkpoint, "file_hash"), (checkpoint, "_sync"), (state, "publish")])
+def test_no_older_checkpoint_goes_before_the_newer_one_is_complete(tmp_path, monkeypatch, part):
+    """An error on a thread that hashes or syncs is that of the checkpoint."""
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    spoil = on("on_pre_optimizer_step", lambda state: monkeypatch.setattr(*part, full), at=1)
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 could not be written .*No space left.*untouched"):
+        make(tmp_path, **SAVE, save_total_limit=1, callbacks=[spoil]).train()
+    monkeypatch.undo()
+    assert [(path.name, why_broken(path)) for path in checkpoints(tmp_path)] == [("checkpoint-1", None)]
+    assert not list(tmp_path.glob("_writing*"))
+
+
+def test_a_checkpoint_that_a_callback_asks_for_again_is_the_one_that_is_there(tmp_path):
+    trainer = make(tmp_path, **SAVE, max_steps=2, callbacks=[stopping("on_epoch_end", save=True)])
+    events = noted_events(trainer, "on_save")
+    trainer.train()
+    assert len(events) == 3
+    assert [(path.name, why_broken(path)) for path in checkpoints(tmp_path)] == [
+        ("checkpoint-1", None),
+        ("checkpoint-2", None),
+    ]
+
+
+def test_a_run_that_goes_back_begins_beside_so_that_latest_means_it(copy, caplog):
+    before = times(copy)
+    allowed = {"allow_changed_on_resume": ["max_steps"]}
+    other(copy, max_steps=2, **allowed).train(copy / "checkpoint-1")
+    assert times(copy) == before
+    assert beside(copy) == ["checkpoint-2"]
+    assert f"holds checkpoints of an earlier run, which are left alone. This run saves to {copy}-2" in caplog.text
+    other(copy, max_steps=3, **allowed).train("latest")
+    assert beside(copy) == ["checkpoint-2", "checkpoint-3"]
+    assert times(copy) == before
 
 
 def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, caplog):
-    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    before = times(copy)
     make(copy, **SAVE).train(run / "checkpoint-2")
-    assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
-    assert [folder.name for folder in checkpoints(f"{copy}-2")] == ["checkpoint-3"]
+    assert times(copy) == before
+    assert beside(copy) == ["checkpoint-3"]
     assert "are left alone" in caplog.text
 
 
@@ -196,19 +249,15 @@ def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, caplog):
     assert [folder.name for folder in checkpoints(copy)] == [folder.name for folder in checkpoints(run)]
 
 
-def test_a_run_that_started_later_is_named(copy, caplog):
+def test_latest_is_of_the_newest_run_that_has_saved(copy, caplog):
     make(copy, **SAVE, max_steps=1).train()
-    make(copy, max_steps=1).train()  # saves nothing
+    make(copy, max_steps=1).train()  # in `-3`, and saves nothing
     make(copy, **SAVE, max_steps=1).train("latest")
     assert f"Resuming from {copy}-2/checkpoint-1.\n" in caplog.text
-    assert f"Continuing in {copy}-2. Runs that started later have no checkpoint: {copy}-3." in caplog.text
-    caplog.clear()
-    make(copy, **SAVE).train(copy / "checkpoint-2")  # a path says which
-    make(copy, **SAVE).train("latest")
-    assert "started later" not in caplog.text
-    with pytest.raises(CheckpointError, match="belongs to another run"):
-        make(copy, **SAVE, seed=4).train(f"{copy}-2/checkpoint-1")  # which does not become the run that started last
-    assert run_to_resume("latest", str(copy)) == copy
+    make(copy, **SAVE).train(copy / "checkpoint-3")  # a path says which
+    make(copy, **SAVE, max_steps=1).train("latest")
+    assert caplog.text.count(f"Resuming from {copy}-2/checkpoint-1.\n") == 2
+    assert not Path(f"{copy}-4").exists()
 
 
 def test_another_run_of_the_same_trainer_belongs_to_its_output_dir(copy):
@@ -328,7 +377,7 @@ def test_a_run_that_starts_beside_another_saves_elsewhere(tmp_path, caplog, monk
 
 def test_latest_is_looked_for_once_the_folder_is_free(copy, tmp_path):
     (copy / "checkpoint-3").rename(tmp_path / "checkpoint-3")
-    _, lock = take_folder(str(copy), in_place=True)
+    lock = lock_to_resume(copy)
 
     def other_run() -> None:
         time.sleep(0.5)
@@ -342,7 +391,7 @@ def test_latest_is_looked_for_once_the_folder_is_free(copy, tmp_path):
     thread.join()
     assert second.state.global_step == 3
     assert (copy / "checkpoint-3").is_dir()
-    assert not list(copy.glob("*.replaced-*"))
+    assert not Path(f"{copy}-2").exists()
 
 
 def test_bitwise_mode_does_not_go_on_with_other_rounding(tmp_path):

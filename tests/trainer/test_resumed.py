@@ -89,7 +89,7 @@ def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, caplo
     assert ("stopped early" in caplog.text) is stops
 
 
-def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path, caplog):
+def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path):
     """Also where there are two of a class, or one that the checkpoint does not know."""
     pair = [Counting(1), Counting(10)]
     other(tmp_path / "whole", callbacks=pair).train()
@@ -100,36 +100,9 @@ def test_the_state_of_every_callback_is_restored_into_its_object(tmp_path, caplo
     )
     assert [callback.total for callback in again] == [callback.total for callback in pair] == [3, 30]
     assert again[1].handle is handle
-    assert " had {" not in caplog.text
     third = [Counting(1), Counting(10)]
     other(tmp_path / "third", callbacks=third).train(str(tmp_path / "again" / "checkpoint-3"))
     assert [callback.total for callback in third] == [3, 30]
-
-
-class Converting(Counting):
-    """Has a tensor, which its own `from_state` makes of a list."""
-
-    def __init__(self, weight: int = 3) -> None:
-        super().__init__(weight)
-        self.total = torch.zeros(2)
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"weight": self.weight}, "attributes": {"total": self.total.tolist()}}
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Converting":
-        made = cls(**state["args"])
-        made.total = torch.tensor(state["attributes"]["total"])
-        return made
-
-
-def test_a_state_that_a_class_changes_is_restored_and_saved_again(tmp_path, caplog):
-    def states(name: str, checkpoint: str | None = None) -> Any:
-        other(tmp_path / name, callbacks=[Converting()]).train(checkpoint)
-        return json.loads((tmp_path / name / "checkpoint-3" / "trainer_state.json").read_text())["stateful_callbacks"]
-
-    assert states("whole") == states("again", str(tmp_path / "whole" / "checkpoint-2"))
-    assert "was not restored" not in caplog.text
 
 
 class ReadOnly(Counting):
@@ -154,14 +127,12 @@ def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("restored", "total"), [(False, 7), (True, 3)])
-def test_arguments_that_a_user_changed_count_unless_the_checkpoints_are_asked_for(tmp_path, caplog, restored, total):
+def test_arguments_that_a_user_changed_count_unless_the_checkpoints_are_asked_for(tmp_path, restored, total):
     other(tmp_path, callbacks=[Counting(1)]).train()
     settings = {"callbacks": [Counting(5)], "restore_callback_states_from_checkpoint": restored}
     trainer = ran(other(tmp_path, **settings), tmp_path / "checkpoint-2")
     (counting,) = (part for part in trainer.callback_handler.callbacks if isinstance(part, Counting))
     assert counting.total == total
-    said = "Counting had {'weight': 1} when" in caplog.text and "has {'weight': 5} now, which counts" in caplog.text
-    assert said is not restored
 
 
 def test_what_would_train_on_the_same_prompts_again_is_refused(tmp_path):
@@ -254,11 +225,12 @@ def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything
         path.unlink()
     (folder / "checkpoint-3" / "trainer_state.json").unlink()
     (folder / "checkpoint-2" / "scheduler.pt").unlink()
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     trainer = ran(make(folder, **SAVE, max_steps=3), "latest")
     assert "checkpoint-3 has neither checkpoint.json nor trainer_state.json" in caplog.text
     assert "checkpoint-2 holds no learning-rate schedule" in caplog.text
     assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [1, 2, 3]
-    assert (folder / "checkpoint-2.replaced-1").is_dir()
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
 def test_weights_alone_are_no_run_to_go_on_with(tmp_path):

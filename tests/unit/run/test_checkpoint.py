@@ -1,6 +1,9 @@
 """A checkpoint is whole or absent, and what is broken is named; the folder of a run is taken by one run at a time."""
 
+import hashlib
+import json
 import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +16,12 @@ from grpo_ext.run.checkpoint import (
     LISTING,
     checkpoints,
     find_checkpoint,
+    folder_beside,
+    lock_new,
+    lock_to_resume,
     publish,
-    record_start,
     rotate,
     run_to_resume,
-    runs_of,
-    take_folder,
     why_broken,
     write_listing,
     writing_folder,
@@ -54,13 +57,29 @@ def test_damage_is_found_and_the_file_is_named(tmp_path, damage, says, caplog):
     assert f"Skipped a checkpoint: {why_broken(bad)}." in caplog.text
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "sub/rng.pth"])
+def test_a_listing_by_sha256_is_verified(tmp_path, name):
+    folder = make(tmp_path, 2)
+    listing = json.loads((folder / LISTING).read_text())
+    listing.pop("sha256")
+    for path, entry in listing["files"].items():
+        del entry["xxh3_128"]
+        entry["sha256"] = hashlib.sha256((folder / path).read_bytes()).hexdigest()
+    digest = hashlib.sha256(json.dumps(listing, sort_keys=True).encode()).hexdigest()
+    (folder / LISTING).write_text(json.dumps({**listing, "sha256": digest}))
+    assert why_broken(folder) is None
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-1] + b"?")
+    assert f"{name} has changed since it was written (its sha256 hash differs)" in str(why_broken(folder))
+
+
 def test_an_unfinished_save_is_ignored_and_removed(tmp_path):
     make(tmp_path, 1)
     half = writing_folder(tmp_path) / "checkpoint-2"
     half.mkdir(parents=True)
     (half / "model.safetensors").write_bytes(b"half")
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
-    take_folder(str(tmp_path), in_place=True)
+    lock_to_resume(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["_running.lock", "checkpoint-1"]
 
 
@@ -74,45 +93,54 @@ def test_rotation_deletes_the_oldest_checkpoints_beyond_the_limit(tmp_path):
 def test_runs_that_start_at_once_take_folders_of_their_own(tmp_path):
     together = threading.Barrier(4)
 
-    def take(_: int) -> tuple[str, FileLock]:
+    def take(_: int) -> tuple[Path, FileLock]:
         together.wait(60)
-        return take_folder(str(tmp_path / "out"), in_place=False)
+        return lock_new(tmp_path / "out")
 
     with ThreadPoolExecutor(4) as threads:
         taken = list(threads.map(take, range(4)))  # with the locks, which are released with their objects
-    assert sorted(Path(folder).name for folder, _ in taken) == ["out", "out-2", "out-3", "out-4"]
+    assert sorted(folder.name for folder, _ in taken) == ["out", "out-2", "out-3", "out-4"]
 
 
-def taken(folder: Path, in_place: bool = False, steps: tuple[int, ...] = ()) -> Path:
-    """The folder of a run that started and ended, with checkpoints of these steps."""
-    name, lock = take_folder(str(folder), in_place)
-    record_start(name, folder)
+def begun(folder: Path, *steps: int) -> Path:
+    """The folder of a new run that has ended, with checkpoints of these steps."""
+    run, lock = lock_new(folder)
     lock.release()
     for step in steps:
-        make(Path(name), step)
-    return Path(name)
+        make(run, step)
+    return run
 
 
-def test_a_resume_finds_the_folders_that_an_output_dir_was_given(tmp_path):
+def test_a_resume_finds_the_newest_run_that_an_output_dir_was_given(tmp_path):
     folder = tmp_path / "out"
-    first, second = taken(folder, steps=(1,)), taken(folder, steps=(2,))
-    third = taken(folder)  # ended before it saved
-    make(tmp_path / "out-9", 5)  # a user's own: nothing says that `out` was given it
+    first, second = begun(folder, 1), begun(folder, 2)
+    third = begun(folder)  # ended before it saved
+    make(tmp_path / "out-9", 5)  # a user's own, and copies
     make(tmp_path / "other-2", 5)
+    shutil.copytree(second, tmp_path / "copy")
     assert [path.name for path in (first, second, third)] == ["out", "out-2", "out-3"]
-    assert runs_of(folder) == [first, second, third]
     for word in ("latest", True, "auto"):
-        assert run_to_resume(word, str(folder)) == second
-    assert run_to_resume(str(first / "checkpoint-1"), str(folder)) == first
+        assert run_to_resume(word, folder) == second
+        assert run_to_resume(word, second) == second  # named by its own folder
+    assert run_to_resume(str(first / "checkpoint-1"), folder) == first
     for elsewhere in (None, str(tmp_path / "out-9" / "checkpoint-5"), str(tmp_path / "other-2" / "checkpoint-5")):
-        assert run_to_resume(elsewhere, str(folder)) is None
-    assert run_to_resume("auto", str(tmp_path / "new")) is None
-    taken(first, in_place=True)  # a run that goes on is the one that started last
-    assert runs_of(folder) == [second, third, first]
-    taken(second, in_place=True)  # named by its own folder, it still belongs to `out`
-    assert run_to_resume("latest", str(folder)) == second
+        assert run_to_resume(elsewhere, folder) is None
+    assert run_to_resume("auto", tmp_path / "new") is None
+    assert begun(second, 1).name == "out-4"  # it belongs to `out`
+    assert begun(tmp_path / "copy", 1).name == "copy-2"
+    shutil.rmtree(second)
+    shutil.rmtree(first)
+    assert begun(folder, 1).name == "out-5"  # never before an earlier run
+    assert run_to_resume("latest", folder) == tmp_path / "out-5"
+
+
+def test_a_folder_beside_is_never_one_that_is_there(tmp_path):
+    (tmp_path / "demo-1").mkdir()
+    (tmp_path / "demo-2").write_text("the user's")
+    assert folder_beside(tmp_path / "demo", 1).name == "demo-3"
+    assert list((tmp_path / "demo-1").iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_to_is_a_sentence():
     with pytest.raises(ConfigError, match="output_dir='/proc/self' cannot be written to"):
-        take_folder("/proc/self", in_place=True)  # a folder in which nobody may make a file
+        lock_new("/proc/self")  # a folder in which nobody may make a file
