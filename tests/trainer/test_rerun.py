@@ -250,7 +250,9 @@ def test_a_step_runs_again_with_the_settings_that_made_it(tmp_path):
     saves = {"max_steps": 4, "save_steps": 1, "num_iterations": 2, "rollout_batch_size": 16}
     run(tmp_path / "run", **saves)
     later = {**saves, "epsilon": 0.3, "allow_changed_on_resume": ["epsilon"]}
-    make(tmp_path / "run", **{**RUN, **later}).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "run" / f"checkpoint-{step}")
+    make(tmp_path / "run", **{**RUN, **later}).train(resume_from_checkpoint="latest")
     assert rerun(tmp_path / "run", 2, **saves).comparison.verdict == "same bits"
     assert rerun(tmp_path / "run", 4, **saves, epsilon=0.3).comparison.verdict == "same bits"
     with pytest.raises(ConfigError, match=r"epsilon 0\.3 -> 0\.2"):
@@ -299,7 +301,8 @@ def test_steps_on_the_way_that_had_other_settings_are_named(tmp_path):
     saves = {"max_steps": 6, "save_steps": 2}
     run(tmp_path / "run", **saves)
     later = {**saves, "epsilon": 0.3, "allow_changed_on_resume": ["epsilon"]}
-    make(tmp_path / "run", **{**RUN, **later}).train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    make(tmp_path / "run", **{**RUN, **later}).train(resume_from_checkpoint="latest")
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")
     with pytest.raises(ConfigError, match=r"no checkpoint lies between it and step 3.*epsilon 0\.2 -> 0\.3"):
         rerun(tmp_path / "run", 6, **later)
