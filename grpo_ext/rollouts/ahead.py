@@ -202,16 +202,18 @@ class RolloutsAhead:
         history = [entry for entry in state.log_history if entry.get("step", 0) <= weights.step]
         vars(state).update({**weights.progress, "log_history": history})
         settings = self.settings_now()
-        sampling, rewards = settings.sampling, settings.rewards
-        config, processors = copy.deepcopy((sampling.sampler.config, rewards.functions.processing_classes))
-        sampler = replace(sampling.sampler, config=config, engine=self.worker.engine)
-        shared = sampling.toolbox.environments  # whose instances the main thread uses
+        config, processors = copy.deepcopy((settings.sampler.config, settings.functions.processing_classes))
+        sampler = replace(settings.sampler, config=config, engine=self.worker.engine)
+        shared = settings.toolbox.environments  # whose instances the main thread uses
         environments = Environments(shared.factories, self._pools, shared.retired)
-        toolbox, chat = replace(sampling.toolbox, environments=environments), self._own_chat(sampling.chat)
+        toolbox, chat = replace(settings.toolbox, environments=environments), self._own_chat(settings.chat)
         return replace(
             settings,
-            sampling=replace(sampling, sampler=sampler, toolbox=toolbox, chat=chat),
-            rewards=replace(rewards, functions=replace(rewards.functions, processing_classes=processors), state=state),
+            sampler=sampler,
+            toolbox=toolbox,
+            chat=chat,
+            functions=replace(settings.functions, processing_classes=processors),
+            state=state,
         )
 
     def _job(self, step: int, rows: StepRows, weights: Weights, settings: RolloutSettings) -> Job:
@@ -228,7 +230,7 @@ class RolloutsAhead:
     ) -> tuple[LocalRollout, dict[str, float]]:
         worker, snapshot = self.worker, self.snapshot
         snapshot.put_in_place(weights)
-        if settings.sampling.own_rewards:  # the main thread reads these environments while the thread resets others
+        if settings.own_rewards:  # the main thread reads these environments while the thread resets others
             self._pools.clear()
         local = worker.sample(rows, settings)
         return local, worker.clock.pop_seconds() | {"wait_train": idle}

@@ -116,12 +116,12 @@ def join(
         rewards_BF = torch.cat([share.rewards_BF for share in shares if share.rewards_BF is not None])
     else:
         rewards_BF, calls = rewards_by_user[0], [*calls, *rewards_by_user[1]]
-    entries, group = [entry for share in shares for entry in share.entries], settings.sampling.num_generations
+    entries, group = [entry for share in shares for entry in share.entries], settings.num_generations
     if len(entries) % group:
         raise RolloutError(f"there are {len(entries)} completions in groups of {group}; every group has to be whole.")
     columns = [{n: saved_column(state) for n, state in share.columns.items()} for share in shares if share.columns]
-    batch = RolloutBatch.of_columns(with_ratios(concatenated(columns), settings.logprobs.ratios), group)
-    rule, weights_F = settings.rewards.rule, settings.rewards.weights_F
+    batch = RolloutBatch.of_columns(with_ratios(concatenated(columns), settings.ratios), group)
+    rule, weights_F = settings.rule, settings.weights_F
     advantages = rule.advantages(rewards_BF, weights_F, group, batch.loss_masks)
     return Round(
         request=request,
@@ -138,10 +138,10 @@ def join(
 def _share(local: LocalRollout, images: ImageSource) -> Share:
     transcripts = local.real_transcripts
     columns: dict[str, Values] = {}
-    masked = local.settings.sampling.masked(transcripts)
+    masked = local.settings.masked(transcripts)
     if transcripts:
         columns.update(token_columns(local, transcripts))
-        if local.settings.sampling.replay.experts and EXPERTS not in columns:
+        if local.settings.replay.experts and EXPERTS not in columns:
             raise RolloutError("routing_replay=True: some completions came without experts.")
         if (packed := images.packed(transcripts, masked)) is not None:
             columns[ROW_IMAGES] = packed
@@ -172,8 +172,7 @@ def token_columns(local: LocalRollout, transcripts: Sequence[Transcript], with_m
 
     A completion that is masked out has no tokens, unless `with_masked`.
     """
-    sampling = local.settings.sampling
-    masked = sampling.masked(transcripts)
+    masked = local.settings.masked(transcripts)
     lengths = [0 if out and not with_masked else len(t.ids) for t, out in zip(transcripts, masked, strict=True)]
 
     def rows(name: str, values: Sequence[Any]) -> Rows:
@@ -200,7 +199,7 @@ def with_ratios(columns: Mapping[str, Any], rule: RatioRule | None) -> Mapping[s
 
 def _recorded(local: LocalRollout, transcripts: Sequence[Transcript], lengths: Sequence[int]) -> dict[str, Rows]:
     """What is known of so many tokens of all transcripts."""
-    replay, columns = local.settings.sampling.replay, dict[str, Rows]()
+    replay, columns = local.settings.replay, dict[str, Rows]()
     parts = [transcript.first(n) for transcript, n in zip(transcripts, lengths, strict=True)]
     wanted = {KEPT_COUNTS: replay.masks, KEPT_IDS: replay.masks, EXPERTS: replay.experts}
     for name in dict.fromkeys(name for part in parts for name in part):

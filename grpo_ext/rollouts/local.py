@@ -26,7 +26,9 @@ from .transcript import Transcript
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
+class RolloutSettings:
+    """What is read from the trainer when a rollout batch begins, because users and callbacks may change it."""
+
     training: bool  # False in an evaluation
     num_generations: int
     sizes: ChunkSizes  # of reward and `generate` calls
@@ -42,6 +44,25 @@ class SamplingSettings:
     # the user's `_generate_and_score_completions`: from this process's rows to TRL's padded dictionary
     own_scoring: Callable[..., dict[str, Any]] | None
 
+    # Log-probabilities: keys of `forward.columns.MODEL_LOGPS`; "policy" for training (`trained_on`), to check vLLM's,
+    # or to record experts
+    scored_by: tuple[str, ...]
+    trained_on: bool  # the policy's are columns of the rollout batch
+    record_experts: bool  # by the policy's forward, because the sampler does not
+    batch_size: int  # of a forward without gradients, as `max_tokens`
+    max_tokens: int | None
+    ratios: RatioRule | None  # how vLLM's log-probabilities correct the loss; None where they do not
+
+    # Rewards
+    functions: RewardFunctions
+    weights_F: torch.Tensor  # on the CPU
+    rule: AdvantageRule
+    log_extra: Callable[..., None] | None  # the user's own `_log_completion_extra`
+    # TRL's records of what was logged outside a call of a reward function: by metric, by column of the table
+    pending_metrics: MutableMapping[str, list[float]]
+    pending_columns: MutableMapping[str, list[Any]]
+    state: Any  # of the Trainer; an argument of reward functions
+
     @property
     def by_user(self) -> bool:
         """Whether completions, or their log-probabilities, may be the user's own."""
@@ -54,38 +75,6 @@ class SamplingSettings:
 
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
         return [self.masks_truncated and not transcript.ended for transcript in transcripts]
-
-
-@dataclass(frozen=True)
-class LogprobSettings:
-    # keys of `forward.columns.MODEL_LOGPS`; "policy" for training (`trained_on`), to check vLLM's, or to record experts
-    scored_by: tuple[str, ...]
-    trained_on: bool  # the policy's are columns of the rollout batch
-    record_experts: bool  # by the policy's forward, because the sampler does not
-    batch_size: int  # of a forward without gradients, as `max_tokens`
-    max_tokens: int | None
-    ratios: RatioRule | None  # how vLLM's log-probabilities correct the loss; None where they do not
-
-
-@dataclass(frozen=True)
-class RewardSettings:
-    functions: RewardFunctions
-    weights_F: torch.Tensor  # on the CPU
-    rule: AdvantageRule
-    log_extra: Callable[..., None] | None  # the user's own `_log_completion_extra`
-    # TRL's records of what was logged outside a call of a reward function: by metric, by column of the table
-    pending_metrics: MutableMapping[str, list[float]]
-    pending_columns: MutableMapping[str, list[Any]]
-    state: Any  # of the Trainer; an argument of reward functions
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    """What is read from the trainer when a rollout batch begins, because users and callbacks may change it."""
-
-    sampling: SamplingSettings
-    logprobs: LogprobSettings
-    rewards: RewardSettings
 
 
 @dataclass
@@ -107,7 +96,7 @@ class LocalRollout:
 
     def ended(self, ids: Sequence[int]) -> bool:
         """Whether a row has ended, where a user's function or a server returned only its ids."""
-        return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.settings.sampling.sampler.ends)
+        return self.known_ends.get(tuple(ids), bool(ids) and ids[-1] in self.settings.sampler.ends)
 
     @property
     def real_transcripts(self) -> list[Transcript]:

@@ -18,7 +18,7 @@ from ..algorithms.losses import RatioRule
 from ..rewards.guard import columns_of, metrics_of
 from ..view import TrainerView
 from .join import Round
-from .local import RolloutSettings, SamplingSettings
+from .local import RolloutSettings
 
 logger = get_logger(__name__)
 
@@ -30,25 +30,25 @@ class RolloutLog:
 
     def add(self, rounds: Sequence[Round], settings: RolloutSettings, further: Mapping[str, float]) -> None:
         """Log rounds, and `further` values."""
-        sampling, state = settings.sampling, self.view.state
-        metrics = self.view.metrics["train" if sampling.training else "eval"]
-        if sampling.training:
+        state = self.view.state
+        metrics = self.view.metrics["train" if settings.training else "eval"]
+        if settings.training:
             entries = [entry for part in rounds for entry in part.entries]
             state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
         metrics["num_tokens"] = [state.num_input_tokens_seen]
         for name, value in rollout_metrics(rounds, settings):
             metrics[name].append(value)
-            if name == "sampling/kept_mass" and sampling.training and not sampling.replay.masks:
-                self._warn_of_truncation(value, sampling)
+            if name == "sampling/kept_mass" and settings.training and not settings.replay.masks:
+                self._warn_of_truncation(value, settings)
         for name, value in further.items():
             metrics[name].append(value)
         for part in rounds:
-            _add_to_table(part, settings.rewards.functions.names, self.view.logs)
+            _add_to_table(part, settings.functions.names, self.view.logs)
 
-    def _warn_of_truncation(self, kept_mass: float, sampling: SamplingSettings) -> None:
+    def _warn_of_truncation(self, kept_mass: float, settings: RolloutSettings) -> None:
         if not self._warned_of_truncation:
             self._warned_of_truncation = True
-            filters = ", ".join(f"{name}={value}" for name, value in sampling.sampler.filters.items())
+            filters = ", ".join(f"{name}={value}" for name, value in settings.sampler.filters.items())
             logger.warning(
                 f"{filters}: sampling kept {kept_mass:.3f} of the probability in the first rollout, and training takes "
                 "log-probabilities over the whole vocabulary, as TRL does; sampling_mask='replay' takes them over what "
@@ -57,28 +57,27 @@ class RolloutLog:
 
 
 def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[tuple[str, float]]:
-    sampling, ratios, rewards = settings.sampling, settings.logprobs.ratios, settings.rewards
-    weights_F = rewards.weights_F
+    ratios, weights_F = settings.ratios, settings.weights_F
     entries = [entry for part in rounds for entry in part.entries]
     rewards_BF = torch.cat([part.rewards_BF for part in rounds])
     lengths_B = torch.tensor([entry.tokens for entry in entries])
     truncated_B = torch.tensor([entry.truncated for entry in entries])
     values = list(_length_metrics(lengths_B, truncated_B).items())
-    if sampling.chat.tools:
+    if settings.chat.tools:
         calls, failures = sum(e.tool_calls for e in entries), sum(e.tool_failures for e in entries)
         values.append(("tools/call_frequency", calls / len(entries)))
         values.append(("tools/failure_frequency", failures / calls if calls else 0.0))
-    for name, rewards_B in zip(rewards.functions.names, rewards_BF.unbind(1), strict=True):  # several may have one name
+    for name, rewards_B in zip(settings.functions.names, rewards_BF.unbind(1), strict=True):  # names may be alike
         values.append((f"rewards/{name}/mean", torch.nanmean(rewards_B).item()))
         values.append((f"rewards/{name}/std", nan_std(rewards_B).item()))
     total = weighted_sum(rewards_BF, weights_F)
     values += [("reward", torch.nanmean(total).item()), ("reward_std", nan_std(total).item())]
-    fraction = rewards.rule.zero_std_fraction(rewards_BF, weights_F, sampling.num_generations)
+    fraction = settings.rule.zero_std_fraction(rewards_BF, weights_F, settings.num_generations)
     values.append(("frac_reward_zero_std", fraction))
     logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
     mass = math.fsum(entry.kept_mass for entry in entries)
-    if sampling.sampler.filters and math.isfinite(mass):
+    if settings.sampler.filters and math.isfinite(mass):
         values.append(("sampling/kept_mass", mass / int(lengths_B.sum())))
     if ratios is not None:
         values += _sampling_metrics(rounds, ratios).items()

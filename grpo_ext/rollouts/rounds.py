@@ -20,7 +20,7 @@ from ..sampling.equal_shares import refuse_unequal_shares
 from .batch import RolloutBatch, gather_scored
 from .images import ImageSource
 from .join import Round
-from .local import RewardSettings, RolloutSettings
+from .local import RolloutSettings
 
 logger = get_logger(__name__)
 
@@ -31,7 +31,7 @@ class ScoredBatch:
 
     batch: RolloutBatch
     rewards_BF: torch.Tensor | None  # of its completions; None where a user's override made them
-    settings: RewardSettings
+    settings: RolloutSettings
     rounds: list[Round]  # all that was sampled for it
     chosen: list[int] | None = None  # which completions of the rounds, one after the other, it has; None: all
     metrics: Mapping[str, float] = field(default_factory=dict)  # log values of dynamic sampling
@@ -39,13 +39,13 @@ class ScoredBatch:
 
 def fill_groups(
     rows: StepRows,
-    rewards: RewardSettings,
+    settings: RolloutSettings,
     steps: StepDataset,
     max_rounds: int,
     make_round: Callable[[StepRows], Round],
 ) -> ScoredBatch:
     """Sample rows, then further prompts for the places of groups without variance; a collective."""
-    rule, weights_F, group = rewards.rule, rewards.weights_F, rows.request.num_generations
+    rule, weights_F, group = settings.rule, settings.weights_F, rows.request.num_generations
     rounds: list[Round] = []
     has_variance: list[list[bool]] = []  # of each group, by round
     next_rows: StepRows | None = rows
@@ -70,7 +70,7 @@ def fill_groups(
     batch = replace(batch, groups=rounds[0].batch.groups)
     if len(rounds) > 1 and rule.depends_on_the_batch:
         batch = batch.having(ADVANTAGES, rule.advantages(rewards_BF, weights_F, group, batch.loss_masks))
-    return ScoredBatch(batch, rewards_BF, rewards, rounds, chosen, metrics)
+    return ScoredBatch(batch, rewards_BF, settings, rounds, chosen, metrics)
 
 
 def round_by_user(
@@ -88,7 +88,7 @@ def round_by_user(
     request = rows.request
     batch = gather_scored(scored, 0 if request.stands_in else len(rows), request.num_generations)
     scored_once = len(made) == 1 and len(made[0]) == len(batch)
-    if args.dynamic_sampling and settings.sampling.training and not scored_once:
+    if args.dynamic_sampling and settings.training and not scored_once:
         raise RolloutError(
             f"_generate_and_score_completions returned {len(batch)} completions and called TRL's method "
             f"{counted(len(made), 'time')}, for {sum(map(len, made))}; dynamic_sampling=True needs the "
@@ -96,7 +96,7 @@ def round_by_user(
         )
     if not made:  # it did not call TRL's method
         _check_scoring_without_super(rows, args.bitwise_invariant)
-        unknown_BF = torch.full((len(batch), len(settings.rewards.functions.names)), torch.nan)
+        unknown_BF = torch.full((len(batch), len(settings.functions.names)), torch.nan)
         zeros_B = torch.zeros(len(batch))
         return Round(request, batch, unknown_BF, zeros_B, entries=[], reward_calls=[], local_rows=range(0))
     last = made[-1]

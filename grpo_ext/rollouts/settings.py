@@ -17,7 +17,7 @@ from ..sampling.sampler import Sampler
 from ..value_checks import check_advantage_k
 from ..view import TrainerView
 from .chat import Chat
-from .local import LogprobSettings, RewardSettings, RolloutSettings, SamplingSettings
+from .local import RolloutSettings
 from .tools import Environments, Toolbox, TurnLimits
 from .worker import RolloutWorker
 
@@ -33,9 +33,45 @@ def read_settings(
     `unchecked`: vLLM's log-probabilities are to be compared with the trainer's. `max_tokens` of a forward fit into
     memory; None: any number.
     """
-    sampling = _sampling(view, worker, sampler)
-    logprobs = _logprobs(view, sampling, unchecked, max_tokens)
-    return RolloutSettings(sampling, logprobs, _rewards(view))
+    args, training, ratios, own_scoring = view.args, view.model.training, None, view.override_of(SCORE)
+    environments = Environments(dict(view.environment_factories or {}), view.environment_pools, worker.retired)
+    group, batching = view.group_size, worker.forwards.choice.batching(view.model)
+    if view.corrects_sampling:
+        bounds = view.vllm_importance_sampling_clip_min, view.vllm_importance_sampling_clip_max
+        ratios = RatioRule(view.vllm_importance_sampling_mode, *bounds)
+    steps = view.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
+    trained_on = steps > 1 or ratios is not None or (training and bool(args.rollout_lag))
+    record_experts = args.replay.experts and "experts" not in sampler.returns
+    checked = unchecked and sampler.by_user is None and own_scoring is None
+    of_policy = trained_on or record_experts or checked
+    wanted = {"policy": of_policy, "reference": view.beta != 0.0, "teacher": view.teacher_model is not None}
+    return RolloutSettings(
+        training=training,
+        num_generations=group,
+        sizes=view.geometry.chunk_sizes(group, batching) if sampler.pads else ChunkSizes(group),
+        seed=args.seed,
+        sampler=sampler,
+        chat=chat_of(view),
+        toolbox=Toolbox(list(view.standalone_tools), environments, view.async_loop),
+        limits=_turn_limits(view, sampler.context),
+        masks_truncated=view.mask_truncated_completions,
+        replay=args.replay,
+        own_rewards=worker.known_rewards or view.override_of("_calculate_rewards"),
+        own_scoring=own_scoring,
+        scored_by=tuple(name for name in wanted if wanted[name]),
+        trained_on=trained_on,
+        record_experts=record_experts,
+        batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
+        max_tokens=max_tokens,
+        ratios=ratios,
+        functions=reward_functions(view),
+        weights_F=torch.as_tensor(view.reward_weights).float().cpu().clone(),
+        rule=advantage_rule(view),
+        log_extra=view.override_of("_log_completion_extra"),
+        pending_metrics=view.pending_metrics,
+        pending_columns=view.pending_columns,
+        state=view.state,
+    )
 
 
 def reward_functions(view: TrainerView) -> RewardFunctions:
@@ -47,59 +83,6 @@ def advantage_rule(view: TrainerView) -> AdvantageRule:
     args, scale, aggregation = view.args, view.scale_rewards, view.multi_objective_aggregation
     check_advantage_k(args.advantage_estimator, args.advantage_k, view.num_generations)  # a callback may have set them
     return AdvantageRule(args.advantage_estimator, scale, aggregation, args.advantage_k, args.eval_pass_threshold)
-
-
-def _sampling(view: TrainerView, worker: RolloutWorker, sampler: Sampler) -> SamplingSettings:
-    environments = Environments(dict(view.environment_factories or {}), view.environment_pools, worker.retired)
-    group, batching = view.group_size, worker.forwards.choice.batching(view.model)
-    return SamplingSettings(
-        training=view.model.training,
-        num_generations=group,
-        sizes=view.geometry.chunk_sizes(group, batching) if sampler.pads else ChunkSizes(group),
-        seed=view.args.seed,
-        sampler=sampler,
-        chat=chat_of(view),
-        toolbox=Toolbox(list(view.standalone_tools), environments, view.async_loop),
-        limits=_turn_limits(view, sampler.context),
-        masks_truncated=view.mask_truncated_completions,
-        replay=view.args.replay,
-        own_rewards=worker.known_rewards or view.override_of("_calculate_rewards"),
-        own_scoring=view.override_of(SCORE),
-    )
-
-
-def _logprobs(
-    view: TrainerView, sampling: SamplingSettings, unchecked: bool, max_tokens: int | None
-) -> LogprobSettings:
-    args, training, ratios = view.args, view.model.training, None
-    if view.corrects_sampling:
-        bounds = view.vllm_importance_sampling_clip_min, view.vllm_importance_sampling_clip_max
-        ratios = RatioRule(view.vllm_importance_sampling_mode, *bounds)
-    steps = view.geometry.steps_per_rollout * view.num_iterations  # optimizer steps on one rollout batch
-    trained_on = steps > 1 or ratios is not None or (training and bool(args.rollout_lag))
-    record_experts = args.replay.experts and "experts" not in sampling.sampler.returns
-    of_policy = trained_on or record_experts or (unchecked and not sampling.by_user)
-    wanted = {"policy": of_policy, "reference": view.beta != 0.0, "teacher": view.teacher_model is not None}
-    return LogprobSettings(
-        scored_by=tuple(name for name in wanted if wanted[name]),
-        trained_on=trained_on,
-        record_experts=record_experts,
-        batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
-        max_tokens=max_tokens,
-        ratios=ratios,
-    )
-
-
-def _rewards(view: TrainerView) -> RewardSettings:
-    return RewardSettings(
-        functions=reward_functions(view),
-        weights_F=torch.as_tensor(view.reward_weights).float().cpu().clone(),
-        rule=advantage_rule(view),
-        log_extra=view.override_of("_log_completion_extra"),
-        pending_metrics=view.pending_metrics,
-        pending_columns=view.pending_columns,
-        state=view.state,
-    )
 
 
 # ---- Prompts --------------------------------------------------------------------------------------------------------

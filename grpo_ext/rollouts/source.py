@@ -193,18 +193,18 @@ class Rollouts:
         """
         settings, args = self.settings_now() if job is None else job.settings, self.view.args
         make_round = functools.partial(self._round, settings=settings, job=job)
-        taught = "teacher" in settings.logprobs.scored_by  # groups with equal rewards learn, too
-        fills = args.dynamic_sampling and settings.sampling.training and not taught
+        taught = "teacher" in settings.scored_by  # groups with equal rewards learn, too
+        fills = args.dynamic_sampling and settings.training and not taught
         if fills:
-            made = fill_groups(rows, settings.rewards, self.steps, args.dynamic_sampling_max_rounds, make_round)
+            made = fill_groups(rows, settings, self.steps, args.dynamic_sampling_max_rounds, make_round)
         else:
             part = make_round(rows)
-            made = ScoredBatch(part.batch, part.rewards_BF if part.entries else None, settings.rewards, [part])
-        if fills or settings.sampling.own_scoring is None:  # else TRL's method has logged what it made
+            made = ScoredBatch(part.batch, part.rewards_BF if part.entries else None, settings, [part])
+        if fills or settings.own_scoring is None:  # else TRL's method has logged what it made
             self.log.add(made.rounds, settings, made.metrics)
         self._has_made_one = True
         if made.rewards_BF is not None and torch.isnan(made.rewards_BF).all() and not taught:
-            names = ", ".join(settings.rewards.functions.names)
+            names = ", ".join(settings.functions.names)
             logger.warning(
                 f"No completion of this rollout was scored: {names} returned None for all of them, "
                 "so there is nothing to learn from; check that the reward functions fit the data."
@@ -212,7 +212,7 @@ class Rollouts:
         return made
 
     def _round(self, rows: StepRows, *, settings: RolloutSettings, job: Job | None) -> Round:
-        if (score := settings.sampling.own_scoring) is not None:
+        if (score := settings.own_scoring) is not None:
             scoring = raise_on_all("scoring", self.worker.forwards.collective_forward)
             asked: tuple[RolloutRequest, list[Round]] = rows.request, []
             with temporarily_set(self, scoring=asked), scoring, self._for_users(rows.request):
@@ -238,25 +238,25 @@ class Rollouts:
                 return self.worker.sample(rows, settings, repeat)
         except Exception as error:
             # other processes may wait for this one in a collective of a forward or of vLLM
-            reason = why_equal(self.view.args, self.worker.settings.sharded, settings.sampling.sampler.whole)
+            reason = why_equal(self.view.args, self.worker.settings.sharded, settings.sampler.whole)
             # rewards come after the log-probabilities, which members of a group compute together
-            in_groups = self.worker.forwards.group is not None and settings.logprobs.scored_by
+            in_groups = self.worker.forwards.group is not None and settings.scored_by
             waited_for = in_groups and not isinstance(error, RewardError)
             if reason or waited_for or on_all_processes(error) or self.view.accelerator.num_processes == 1:
                 raise
             return LocalRollout(rows.request, settings, failure=error)
 
     def join(self, local: LocalRollout) -> Round:
-        calculate, view = local.settings.sampling.own_rewards, self.view
+        calculate, view = local.settings.own_rewards, self.view
         shares, texts = exchange(local, self.images, view.takes_images and view.log_multimodal)
         count = sum(len(share.entries) for share in shares)
         rewards = None if calculate is None else self._rewards_by_user(local, calculate, count)
         joined = join(local.request, shares, texts, local.settings, view.accelerator.process_index, rewards)
-        if self.check is not None and not local.settings.sampling.by_user:
+        if self.check is not None and not local.settings.by_user:
             columns: Mapping[str, Any] = joined.batch.columns
             known = (columns[name].values if name in columns else None for name in (OLD_LOGPS, SAMPLING_LOGPS))
             self.check.compare(joined.batch.loss_masks.values, *known)
-        if not local.settings.logprobs.trained_on:
+        if not local.settings.trained_on:
             joined.batch = joined.batch.having(OLD_LOGPS, None)
         return joined
 
@@ -269,7 +269,7 @@ class Rollouts:
             local.reward_calls = []
             rewards_BF = calculate(*reward_columns(local.transcripts))
             shape = tuple(rewards_BF.shape) if isinstance(rewards_BF, torch.Tensor) else type(rewards_BF).__name__
-            if shape != (wanted := (completions, len(local.settings.rewards.functions.names))):
+            if shape != (wanted := (completions, len(local.settings.functions.names))):
                 raise RewardError(
                     f"_calculate_rewards returned rewards of shape {shape} where {wanted} is needed: a tensor with a "
                     "row for each completion of all processes and a column for each reward function. Change values of "

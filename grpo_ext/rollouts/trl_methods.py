@@ -40,15 +40,14 @@ class TrlMethods:
 
     def score(self, inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """`_generate_and_score_completions`: TRL's padded dictionary of any rows of this process."""
-        rollouts, settings = self.rollouts, self.rollouts.settings_now()
-        sampling, scoring = settings.sampling, self.rollouts.scoring
+        rollouts, settings, scoring = self.rollouts, self.rollouts.settings_now(), self.rollouts.scoring
         rows, columns = list(inputs), _columns_of(inputs)
-        request, rounds = scoring or (self._own_request(len(rows), sampling.num_generations), [])
+        request, rounds = scoring or (self._own_request(len(rows), settings.num_generations), [])
         rollouts.send_weights()
         step_rows = StepRows(rows, replace(request, columns=columns))
         local = rollouts.sample(step_rows, settings, repeat=len(rounds))
         rounds.append(rollouts.join(local))
-        if scoring is None or not (self.view.args.dynamic_sampling and sampling.training):
+        if scoring is None or not (self.view.args.dynamic_sampling and settings.training):
             rollouts.log.add(rounds[-1:], settings, {})
         return _dictionary(local, rounds[-1], self.worker.images, self.worker.settings)
 
@@ -57,7 +56,7 @@ class TrlMethods:
         columns, rewarding = _columns_of(inputs), self.rollouts.rewarding
         if rewarding is None:  # called by other code of the user, which logs where TRL's methods do
             settings = self.rollouts.settings_now()
-            local = LocalRollout(self._own_request(len(inputs), settings.sampling.num_generations), settings)
+            local = LocalRollout(self._own_request(len(inputs), settings.num_generations), settings)
         else:
             local = rewarding
         given = ([], [], [], []) if local.request.stands_in else (inputs, prompts, completions, ids)
@@ -67,9 +66,9 @@ class TrlMethods:
             rewarding.reward_calls = [call for _, part in shares for call in part]
         else:
             for name, numbers in metrics_of(calls).items():
-                local.settings.rewards.pending_metrics.setdefault(name, []).extend(numbers)
+                local.settings.pending_metrics.setdefault(name, []).extend(numbers)
             for name, values in columns_of(calls, len(given[0])).items():
-                local.settings.rewards.pending_columns.setdefault(name, []).extend(values)
+                local.settings.pending_columns.setdefault(name, []).extend(values)
         return torch.cat([rewards for rewards, _ in shares]).to(self.view.accelerator.device)
 
     def generate(self, prompts: Sequence[Any]) -> dict[str, Any]:
@@ -82,18 +81,18 @@ class TrlMethods:
             raise ConfigError(f"trainer.generate takes a list of prompts, texts or messages, and got {prompts!r}.")
         if (local := self.worker.in_progress) is None:
             settings = self.rollouts.settings_now()
-            local = LocalRollout(self._own_request(len(prompts), settings.sampling.num_generations), settings)
+            local = LocalRollout(self._own_request(len(prompts), settings.num_generations), settings)
             self.rollouts.send_weights()
-        sampling, transcripts = local.settings.sampling, list[Transcript]()
-        keys = request_keys(local.request, len(prompts), sampling.seed, sampling.training, next(local.generate_calls))
+        settings, transcripts = local.settings, list[Transcript]()
+        keys = request_keys(local.request, len(prompts), settings.seed, settings.training, next(local.generate_calls))
         for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
             transcripts.append(Transcript(key, place, row={"prompt": prompt}))
             transcripts[-1].set_prompt(prompt)
-        self.worker.tokenize(transcripts, sampling)
-        sampled = self.worker.generate(local, transcripts, sampling.sampler.turns)
+        self.worker.tokenize(transcripts, settings)
+        sampled = self.worker.generate(local, transcripts, settings.sampler.turns)
         local.known_ends |= {tuple(turn.ids): bool(turn.ended) for turn in sampled}
         logps = [turn.logps for turn in sampled]
-        kept_ids = {"kept_ids": [_kept_ids(turn) for turn in sampled]} if sampling.replay.masks else {}
+        kept_ids = {"kept_ids": [_kept_ids(turn) for turn in sampled]} if settings.replay.masks else {}
         return {
             "prompt_ids": [row.prompt_ids for row in transcripts],
             "completion_ids": [turn.ids for turn in sampled],
@@ -158,10 +157,10 @@ def _dictionary(local: LocalRollout, joined: Round, source: ImageSource, setting
     advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
     columns: dict[str, Values] = {ADVANTAGES: advantages if len(advantages) else torch.zeros(len(transcripts))}
     columns.update(token_columns(local, transcripts, with_masked=True))
-    whole = with_ratios(columns, local.settings.logprobs.ratios)
+    whole = with_ratios(columns, local.settings.ratios)
     batch = RolloutBatch.of_columns(whole, local.request.num_generations)
     dictionary = batch.as_trl(settings.pad, settings.multiple)
-    masked = torch.tensor(local.settings.sampling.masked(transcripts))
+    masked = torch.tensor(local.settings.masked(transcripts))
     for name, value in {COMPLETION_MASK: 0, TOOL_MASK: 0, RATIO: 1}.items():  # as in TRL, on the padding too
         if name in dictionary:
             dictionary[name][masked] = value

@@ -35,7 +35,7 @@ from ..upstream.data_checks import ROW_KWARGS
 from .batch import RolloutBatch
 from .images import ImageSource
 from .join import token_columns
-from .local import LocalRollout, RolloutSettings, SamplingSettings
+from .local import LocalRollout, RolloutSettings
 from .tools import continue_with
 from .transcript import Transcript, share_prompt_experts
 
@@ -74,9 +74,9 @@ class RolloutWorker:
 
         `repeat` is how often a user's override has called TRL's method before; each call draws other random numbers.
         """
-        local, sampling = LocalRollout(rows.request, settings), settings.sampling
-        if not rows.request.stands_in or sampling.need_all_processes or self.shards_vision:
-            local.transcripts = self.begin(rows, sampling, repeat)
+        local = LocalRollout(rows.request, settings)
+        if not rows.request.stands_in or settings.need_all_processes or self.shards_vision:
+            local.transcripts = self.begin(rows, settings, repeat)
         self.run_turns(local)
         if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
             raise RolloutError(
@@ -90,23 +90,23 @@ class RolloutWorker:
 
     # ---- Prompts --------------------------------------------------------------------------------------------------
 
-    def begin(self, rows: StepRows, sampling: SamplingSettings, repeat: int) -> list[Transcript]:
+    def begin(self, rows: StepRows, settings: RolloutSettings, repeat: int) -> list[Transcript]:
         """Make transcripts of rows: reset their environments, and put images into their messages."""
-        keys = request_keys(rows.request, len(rows), sampling.seed, sampling.training, repeat)
+        keys = request_keys(rows.request, len(rows), settings.seed, settings.training, repeat)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
         transcripts = [Transcript(key, place, number, row=row) for place, (row, key, number) in columns]
-        sampling.toolbox.environments.begin(transcripts, sampling.limits.seconds)
+        settings.toolbox.environments.begin(transcripts, settings.limits.seconds)
         for transcript in transcripts:
-            transcript.set_prompt(sampling.chat.with_images(transcript.prompt, transcript.row))
+            transcript.set_prompt(settings.chat.with_images(transcript.prompt, transcript.row))
         self.show_environments(transcripts)
         return transcripts
 
-    def tokenize(self, transcripts: Sequence[Transcript], sampling: SamplingSettings) -> None:
+    def tokenize(self, transcripts: Sequence[Transcript], settings: RolloutSettings) -> None:
         firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
         different = [transcripts[i] for i in firsts]
-        ids = [sampling.chat.of_row(t.row).tokenize(t.prompt, t.environment_name) for t in different]
+        ids = [settings.chat.of_row(t.row).tokenize(t.prompt, t.environment_name) for t in different]
         for transcript, prompt_ids in zip(different, ids, strict=True):
-            sampling.chat.check_ids(prompt_ids, f"the prompt {reprlib.repr(transcript.prompt)}")
+            settings.chat.check_ids(prompt_ids, f"the prompt {reprlib.repr(transcript.prompt)}")
         for transcript, number in zip(transcripts, numbers, strict=True):
             transcript.prompt_ids = list(ids[number])
 
@@ -114,23 +114,23 @@ class RolloutWorker:
 
     def run_turns(self, local: LocalRollout) -> None:
         """The model writes, tools answer, until no transcript wants a turn."""
-        sampling, transcripts = local.settings.sampling, local.transcripts
-        if not sampling.sampler.whole:
-            self.tokenize(transcripts, sampling)
-        with temporarily_set(self, in_progress=local if sampling.sampler.whole else None):
-            turns = self.generate(local, transcripts, sampling.sampler)
+        settings, transcripts = local.settings, local.transcripts
+        if not settings.sampler.whole:
+            self.tokenize(transcripts, settings)
+        with temporarily_set(self, in_progress=local if settings.sampler.whole else None):
+            turns = self.generate(local, transcripts, settings.sampler)
         local.has_mask = any(turn.mask is not None for turn in turns)
         for transcript, turn in zip(transcripts, turns, strict=True):
             transcript.add_turn(turn)
-        sampling.chat.decode(transcripts)
-        if not sampling.chat.tools:
+        settings.chat.decode(transcripts)
+        if not settings.chat.tools:
             return
         local.has_mask = True
         active = [] if local.request.stands_in else transcripts
         any_active = any_process if self.settings.sharded else bool
-        while any_active(bool(active := sampling.toolbox.answer(active, sampling.chat, sampling.limits))):
-            for transcript, turn in zip(active, self.generate(local, active, sampling.sampler.turns), strict=True):
-                continue_with(transcript, turn, sampling.chat, sampling.limits)
+        while any_active(bool(active := settings.toolbox.answer(active, settings.chat, settings.limits))):
+            for transcript, turn in zip(active, self.generate(local, active, settings.sampler.turns), strict=True):
+                continue_with(transcript, turn, settings.chat, settings.limits)
 
     def generate(self, local: LocalRollout, transcripts: list[Transcript], sampler: Sampler) -> list[Turn]:
         """Sample one turn of some transcripts; all processes call it for every turn where a forward is a collective."""
@@ -145,7 +145,7 @@ class RolloutWorker:
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript], sampler: Sampler) -> list[Turn]:
         """Sample one turn; a process without prompts gets one token for each stand-in."""
-        sizes, stands_in, own = local.settings.sampling.sizes, local.request.stands_in or not transcripts, sampler.own
+        sizes, stands_in, own = local.settings.sizes, local.request.stands_in or not transcripts, sampler.own
         if not stands_in or sampler.whole or (sampler.by_user is not None and not self.settings.sharded):
             return sampler.sample(transcripts, sizes) if transcripts else []
         rows = []
@@ -159,7 +159,7 @@ class RolloutWorker:
     # ---- Log-probabilities and rewards ----------------------------------------------------------------------------
 
     def add_logprobs(self, local: LocalRollout) -> None:
-        if not (names := local.settings.logprobs.scored_by):
+        if not (names := local.settings.scored_by):
             return
         rows = self._token_rows(local)
         with self.clock.phase("logps"):
@@ -189,14 +189,13 @@ class RolloutWorker:
         if model is None:
             model = models.policy
             without_adapter = as_reference(self.forwards.accelerator.unwrap_model(model))
-        logprobs = settings.logprobs
-        limits = ForwardLimits(logprobs.batch_size, logprobs.max_tokens, settings.sampling.num_generations)
+        limits = ForwardLimits(settings.batch_size, settings.max_tokens, settings.num_generations)
         with without_adapter, self.forwards.without_gradients(model):
-            return self.forwards.rollout_log_probs(model, rows, limits, logprobs.record_experts and name == "policy")
+            return self.forwards.rollout_log_probs(model, rows, limits, settings.record_experts and name == "policy")
 
     def _token_rows(self, local: LocalRollout) -> TokenRows:
         """The transcripts for a forward, without the tokens of completions that are masked out."""
-        transcripts, masked = local.transcripts, local.settings.sampling.masked(local.transcripts)
+        transcripts, masked = local.transcripts, local.settings.masked(local.transcripts)
         if not transcripts:  # a stand-in row: a forward may be a collective, and a user's override may hold one
             return TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
         batch = RolloutBatch.of_columns(token_columns(local, transcripts), local.request.num_generations)
@@ -206,7 +205,7 @@ class RolloutWorker:
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Compute the rewards, unless the user's `_calculate_rewards` makes them after `exchange`."""
-        if local.settings.sampling.own_rewards:
+        if local.settings.own_rewards:
             return
         with self.clock.phase("rewards"):
             given = reward_columns(local.real_transcripts)
@@ -214,7 +213,7 @@ class RolloutWorker:
             local.reward_calls = [*calls, *logged_elsewhere(local)]
             if self.settings.sharded and not local.real_transcripts:  # reward models may be sharded too
                 filler = RewardRows([{}], [""], [""], [[]])
-                self.rewards.join_remaining_forwards(local.settings.rewards.functions, filler)
+                self.rewards.join_remaining_forwards(local.settings.functions, filler)
 
     def compute_rewards(
         self, local: LocalRollout, given: tuple[list[Any], list[Any], list[Any], list[Any]], names: Sequence[str]
@@ -224,7 +223,7 @@ class RolloutWorker:
         `names` are those of the columns, as in `RewardRows`.
         """
         inputs, prompts, completions, completion_ids = given
-        settings = local.settings.rewards
+        settings = local.settings
         rows = RewardRows(
             inputs=inputs,
             prompts=prompts,
@@ -233,7 +232,7 @@ class RolloutWorker:
             environments=[t.environment for t in local.real_transcripts if t.environment is not None] or None,
             retired=self.retired,
             first=local.first,
-            chunk=local.settings.sampling.sizes.chunk,
+            chunk=settings.sizes.chunk,
             state=settings.state,
             log_extra=settings.log_extra,
             names=names,
@@ -272,7 +271,7 @@ def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:
 
     Runs on the thread that computes the rewards: with `rollout_lag` the other one may be at another rollout batch.
     """
-    metrics, columns = local.settings.rewards.pending_metrics, local.settings.rewards.pending_columns
+    metrics, columns = local.settings.pending_metrics, local.settings.pending_columns
     if not metrics and not columns:
         return []
     values = [(name, value) for name, numbers in metrics.items() for value in numbers]

@@ -45,9 +45,9 @@ def resumed(folder: Path, *calls: tuple[int, str], **changes: Any) -> Path:
     run(folder, **SAVE, **changes)
     for step, scale in calls:
         allowed = {"allow_changed_on_resume": ["scale_rewards"], "scale_rewards": scale}
-        make(folder, **{**RUN, **SAVE, **changes, **allowed}).train(
-            resume_from_checkpoint=f"{folder}/checkpoint-{step}"
-        )
+        trainer = make(folder, **{**RUN, **SAVE, **changes, **allowed})
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{step}")  # beside the run that went on from there
+        folder = Path(trainer.args.output_dir)
     return folder
 
 
