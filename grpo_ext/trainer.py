@@ -35,7 +35,7 @@ from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
 from .rollouts.settings import reward_functions
 from .rollouts.trl_methods import without_rows
-from .run.rerun import Rerun, StepAgain, begin, callbacks_of
+from .run.rerun import Rerun, run_again
 from .runtime.attributes import temporarily_set, temporarily_set_each
 from .runtime.collectives import UsersAccelerator, leave_in_order
 from .runtime.determinism import computing_with, pinned
@@ -401,13 +401,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def rerun(self, step: int, *, gradients: bool = False, call_rewards: bool = False) -> Rerun:
         """Run a step of the run in `output_dir` again, instead of `train()`; see `run.rerun`."""
-        beginning = begin(self._view, step, gradients, call_rewards)
-        again = self._view.copied(beginning.arguments(self.args), callbacks_of(self._view))
-        again._assemble(None)
-        try:
-            return StepAgain(again._view, again._rollouts, again._step_planner).run(again.train, beginning, gradients)
-        finally:
-            self.state = again.state
+        return run_again(self._view, step, gradients, call_rewards)
 
     def log(self, logs: dict[str, float], start_time: float | None = None, **added: Any) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""

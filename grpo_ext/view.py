@@ -73,6 +73,7 @@ class TrainerView:
     callback_handler: Any
     hub_model_id: str | None
     add_callback: Callable[[Any], None]
+    train: Callable[..., Any]
     # Sampling
     num_generations: int
     num_generations_eval: int
@@ -206,6 +207,9 @@ class TrainerView:
         loop._tr_loss = loop._tr_loss + state["loss"]
         loop._total_loss_scalar, loop._globalstep_last_logged = state["total_loss"], int(state["last_logged"])
 
+    def set_state(self, state: TrainerState) -> None:
+        self._trainer.state = state
+
     def set_reference(self, model: Any, beta: float) -> None:
         self._trainer.ref_model, self._trainer.beta = model, beta
 
@@ -219,8 +223,8 @@ class TrainerView:
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return temporarily_set(self._trainer, _logs=table)
 
-    def copied(self, args: GRPOConfig, callbacks: list[Any]) -> Any:
-        """A trainer of the same models, with arguments and callbacks of its own, that evaluates and shows nothing."""
+    def copied(self, args: GRPOConfig, callbacks: list[Any]) -> tuple[TrainerView, Any, Any]:
+        """A trainer of the same models, with arguments, callbacks and components of its own, that shows nothing."""
         trainer: Any = self._trainer
         again = copy(trainer)
         again.args, again.control, again.eval_dataset, again.log_completions = args, TrainerControl(), None, False
@@ -228,7 +232,8 @@ class TrainerView:
             callbacks, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
         )
         again._view = TrainerView(again, self._ours)
-        return again
+        again._assemble(None)
+        return again._view, again._rollouts, again._step_planner
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """The method of a subclass, or one assigned to the trainer, that replaces ours; None without one."""

@@ -370,7 +370,9 @@ class RunKeeper(TrainerCallback):
         except Exception as error:
             shortage = isinstance(error, MemoryShortageError) and not self.forwards.collective_forward
             together = self.accelerator.num_processes == 1 or shortage
-            if together and self.view.control.should_save and self.args.metric_for_best_model is None:
-                self.watch.evaluation_due = True
-                save()
+            if together and self.view.control.should_save:
+                self.refuse_bad_weights()  # which may be why
+                if self.args.metric_for_best_model is None:
+                    self.watch.evaluation_due = True
+                    save()
             raise

@@ -90,8 +90,11 @@ class Beginning:
         return again
 
 
-def begin(view: TrainerView, step: int, gradients: bool, call_rewards: bool) -> Beginning:
-    """Find where the run in a trainer's `output_dir` can be joined to make a step again.
+def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool) -> Rerun:
+    """Run a step of the run in a trainer's `output_dir` again, token by token, and compare it with the run's record.
+
+    Afterwards the weights are those after the step. Rewards are the run's, or with `call_rewards` computed again;
+    `gradients`: record that of each completion too.
 
     Raises:
         ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own.
@@ -106,10 +109,15 @@ def begin(view: TrainerView, step: int, gradients: bool, call_rewards: bool) -> 
         raise ConfigError(
             "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."
         )
-    return from_main_process(view.accelerator, functools.partial(_beginning, view, step, call_rewards))
+    begun = from_main_process(view.accelerator, functools.partial(_beginning, view, step, call_rewards))
+    again, rollouts, planner = view.copied(begun.arguments(view.args), _callbacks_of(view))
+    try:
+        return StepAgain(again, rollouts, planner).run(begun, gradients)
+    finally:
+        view.set_state(again.state)
 
 
-def callbacks_of(view: TrainerView) -> list[Any]:
+def _callbacks_of(view: TrainerView) -> list[Any]:
     """The callbacks of a trainer that a rerun needs: not the user's, and no tracker's."""
     ours, callbacks = (RunKeeper, InterruptWatch, PhaseClock), view.callback_handler.callbacks
     # a user's `Console` measures
@@ -166,14 +174,14 @@ class StepAgain:
     rollouts: Rollouts
     planner: StepPlanner
 
-    def run(self, train: Callable[..., Any], beginning: Beginning, gradients: bool) -> Rerun:
+    def run(self, beginning: Beginning, gradients: bool) -> Rerun:
         """Train to the last of the steps and record it; compare with the run's record."""
         record, accelerator = StepRecord(gradients), self.view.accelerator
         if not beginning.call_rewards:
             self.rollouts.worker.known_rewards = self._known_rewards(beginning.run.record)
         self.view.add_callback(_Ending(beginning.steps[-1], self.planner, record))
         try:
-            train(resume_from_checkpoint=beginning.checkpoint)
+            self.view.train(resume_from_checkpoint=beginning.checkpoint)
             record.gather()
             return from_main_process(accelerator, lambda: self._end(beginning, record))
         finally:

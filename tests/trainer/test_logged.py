@@ -93,7 +93,8 @@ def test_odd_cells_become_text_and_others_stay_as_they_are(tmp_path):
     assert written["types"][:4] == ["1", "a", None, "[2]"]
     assert written["surrogate"][:4] == ["\\ud83d", "b", "ü", None]
     assert {name: written[name][:4] for name in PLAIN} == PLAIN
-    shutil.rmtree(tmp_path / "completions")
+    for name in ("completions", "checkpoint-2"):
+        shutil.rmtree(tmp_path / name)
     make(tmp_path, **parts, max_steps=2).train(str(tmp_path / "checkpoint-1"))
     assert repr(table(tmp_path, 2)) == repr(written)  # cells that are not a number equal themselves there
 

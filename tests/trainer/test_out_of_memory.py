@@ -244,6 +244,10 @@ def test_an_evaluation_whose_reward_function_fails_does_not_either(tmp_path):
     state = load_state(tmp_path / "checkpoint-1")
     assert state is not None
     assert state["interrupts"]["evaluation_due"]
+    best = {"metric_for_best_model": "eval_reward"}  # the evaluation decides which one that is
+    with pytest.raises(RewardError, match="judge"):
+        evaluating(tmp_path / "best", reward=watched(fail), **best).train()
+    assert not list((tmp_path / "best").glob("checkpoint-*"))
 
 
 def test_bitwise_mode_runs_its_units_again_and_gives_the_same_bits(tmp_path, caplog):
