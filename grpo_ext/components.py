@@ -7,6 +7,7 @@ from .forward.lm_head import install
 from .forward.quantised import keep_4bit_weights
 from .forward.routing import install_routers
 from .rollouts.build import build_rollouts
+from .rollouts.settings import reward_functions
 from .rollouts.trl_methods import TrlMethods
 from .run.keeper import RunKeeper
 from .run.log import RunLog
@@ -37,6 +38,7 @@ class Components:
         self.loss_overrides = LossOverrides(view, self.step_planner)
         self.pass_at_k = PassAtK(args)
         self.keeper = RunKeeper(view, user_args, rollouts, forwards, limits, self.pass_at_k, log)
+        rollouts.worker.rewards.pack_functions(reward_functions(view))
         view.add_callback(self.keeper)
         view.add_callback(self.keeper.watch)
         if args.bitwise_invariant:

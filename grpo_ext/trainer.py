@@ -33,7 +33,6 @@ from .forward.dropout import keyed_dropout
 from .forward.fixed_models import use_fixed_models
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
-from .rollouts.settings import reward_functions
 from .rollouts.trl_methods import without_rows
 from .run.rerun import Rerun, run_again
 from .runtime.attributes import temporarily_set, temporarily_set_each
@@ -148,7 +147,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._clock, self._forwards, self._rollouts = parts.clock, parts.forwards, parts.rollouts
         self._step_planner, self._loss_overrides = parts.step_planner, parts.loss_overrides
         self._trl_methods, self._pass_at_k, self._keeper = parts.trl_methods, parts.pass_at_k, parts.keeper
-        self._rollouts.worker.rewards.pack_functions(reward_functions(self._view))
 
     # ---- Trainer set-up -------------------------------------------------------------------------------------------
 
@@ -386,8 +384,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         refuse_frozen(self.model)
         with contextlib.ExitStack() as ending:
             ending.callback(self._keeper.release_folder)
-            if (reward_workers := self._rollouts.worker.rewards.workers) is not None:
-                ending.callback(reward_workers.kill)
+            ending.callback(self._rollouts.worker.rewards.kill_workers)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
             threads = divide_threads(self.args, self.accelerator.device)
             self._rollouts.begin(threads.sampling)

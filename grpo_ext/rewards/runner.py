@@ -86,6 +86,10 @@ class RewardRunner:
     async_loop: asyncio.AbstractEventLoop | None = None  # None without asynchronous functions
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext  # around a function's work, by its name
 
+    def kill_workers(self) -> None:
+        if self.workers is not None:
+            self.workers.kill()
+
     def pack_functions(self, sources: RewardFunctions) -> None:
         """Pickle the synchronous functions for `workers`; a ConfigError where one cannot be pickled."""
         for name, function in zip(sources.names, sources.functions, strict=True):
@@ -114,8 +118,7 @@ class RewardRunner:
                     records += [_handed_over(record, rows.log_extra) for _, record in results]
             except BaseException:  # the first chunk that fails ends the others
                 rows.ended.set_result(None)
-                if self.workers is not None:
-                    self.workers.kill()
+                self.kill_workers()
                 raise
         for row in torch.isnan(rewards_BF).all(dim=1).nonzero().flatten().tolist()[:1]:  # the first, if there is one
             shown = {name: values[row] for name, values in rows.columns().items()}
