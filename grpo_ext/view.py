@@ -218,7 +218,7 @@ class TrainerView:
             self._trainer.teacher_model = model  # type: ignore[attr-defined]
             self.args.teacher_kl_coef = self.args.teacher_kl_coef or 1.0
 
-    # ---- What the Trainer's methods find, for a time --------------------------------------------------------------
+    # ---- Temporary changes of the trainer --------------------------------------------------------------------------
 
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return temporarily_set(self._trainer, _logs=table)

@@ -239,10 +239,11 @@ def _beside(base: Path) -> dict[int, Path]:
 def folder_beside(output_dir: str | Path, first: int = 2) -> Path:
     """Make a folder for a new run beside the runs that an `output_dir` has."""
     base = _base_of(Path(output_dir))
+    create_output_dir(str(base.parent))
     for number in itertools.count(max(_beside(base), default=first - 1) + 1):
         folder = Path(f"{base}-{number}")
         with suppress(FileExistsError):  # the user's, or that of a run that has just started
-            folder.mkdir(parents=True)
+            folder.mkdir()
             break
     (folder / RECORD).write_text(json.dumps({"output_dir": base.name}) + "\n")
     return folder

@@ -166,22 +166,29 @@ class RunKeeper(TrainerCallback):
         self.view.callback_handler.callbacks.sort(key=lambda part: part is self.watch)  # it sees what the others decide
         output_dir = str(self.args.output_dir)
 
-        def take() -> tuple[str, str | None, str]:
+        def find() -> tuple[str | None, str | None]:
             run = folders.run_to_resume(wanted, output_dir)
             if run is not None:
                 self._lock = folders.lock_to_resume(run)
             checkpoint = folders.find_checkpoint(wanted, run or output_dir)
-            if run is None or checkpoint is None or not folders.checkpoints(run)[-1].samefile(checkpoint):
-                self.release_folder()
-                run, self._lock = folders.lock_new(output_dir)
-            return str(run), checkpoint, secrets.token_hex(4)
+            newest = run is not None and checkpoint is not None and folders.checkpoints(run)[-1].samefile(checkpoint)
+            return (str(run) if newest else None), checkpoint
 
+        def take_new() -> str:
+            self.release_folder()
+            run, self._lock = folders.lock_new(output_dir)
+            return str(run)
+
+        folder: str
         checkpoint: str | None
-        folder, checkpoint, self._owner = from_main_process(self.accelerator, take)
+        continued, checkpoint = from_main_process(self.accelerator, find)
         if checkpoint is not None:
             logger.info(f"Resuming from {checkpoint}.")
             with folders.explaining_format(checkpoint):
                 self._read(checkpoint)
+        folder, self._owner = from_main_process(
+            self.accelerator, lambda: (continued or take_new(), secrets.token_hex(4))
+        )
         self.checkpoint = checkpoint
         for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its arguments
             if args is not None and args.output_dir != folder:

@@ -118,6 +118,7 @@ def test_nothing_whole_is_an_error(copy, tmp_path):
 def test_another_run_is_refused_and_each_change_is_named(copy, changes, named):
     with pytest.raises(CheckpointError, match="belongs to another run") as refused:
         other(copy, **changes).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert not Path(f"{copy}-2").exists()
     for text in named:
         assert text in str(refused.value)
     remedy = re.search(r"allow_changed_on_resume=(\[.*?\])", str(refused.value))
@@ -204,10 +205,7 @@ def test_a_checkpoint_that_a_callback_asks_for_again_is_the_one_that_is_there(tm
     events = noted_events(trainer, "on_save")
     trainer.train()
     assert len(events) == 3
-    assert [(path.name, why_broken(path)) for path in checkpoints(tmp_path)] == [
-        ("checkpoint-1", None),
-        ("checkpoint-2", None),
-    ]
+    assert [why_broken(path) for path in checkpoints(tmp_path)] == [None] * 2
 
 
 def test_a_run_that_goes_back_begins_beside_so_that_latest_means_it(copy, caplog):
