@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast, get_args
 
 import torch
@@ -21,6 +21,7 @@ from .batching.sizes import BatchGeometry, geometry_of, group_size
 from .errors import ConfigError
 from .runtime.attributes import temporarily_set
 from .runtime.determinism import CUBLAS, CUBLAS_VALUES
+from .settings import setting
 from .value_checks import (
     asks_for,
     check_ahead,
@@ -56,10 +57,6 @@ class Replay(NamedTuple):
 
 
 NO_REPLAY = Replay()
-
-
-def setting(help: str, default: Any = None, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 def forms_of(forward: str) -> tuple[Form, ...]:

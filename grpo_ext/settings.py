@@ -8,6 +8,7 @@ neither torch nor TRL.
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import field
 from threading import TIMEOUT_MAX
 from typing import Any, NamedTuple
 
@@ -196,6 +197,11 @@ TABLE = (
 _BY_NAME = {name: row for row in TABLE for name in row.names.split()}
 
 
+def setting(help: str, default: Any = None, **metadata: Any) -> Any:
+    """The field of a dataclass of settings."""
+    return field(default=default, metadata={"help": help, **metadata})
+
+
 def row_of(name: str) -> Row | None:
     """The row of a setting, or of the longest part of a name with dots; None for a field of a user's own."""
     while name not in _BY_NAME and "." in name:
@@ -237,6 +243,39 @@ def check_ranges(settings: Mapping[str, Any]) -> None:
     least = -1 if settings["use_vllm"] else 0  # which mean all tokens
     takes = f"a whole number, {least} or more"
     Rule(takes, lambda value: value >= least and value % 1 == 0, none=True).check("top_k", settings["top_k"])
+
+
+def check_lag(lag: Any, sharded: bool) -> None:
+    require_whole("rollout_lag", lag, least=0)
+    if lag and sharded:
+        raise ConfigError(
+            f"rollout_lag={lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run their "
+            "collectives in different orders. Use rollout_lag=0, or DDP."
+        )
+
+
+MOST_KEPT = 512  # tokens of a replayed mask without top_k
+
+
+def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None and _truncates(name, value)}
+
+
+def truncating_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of TRL that leave out tokens; `generation_kwargs` may contain others."""
+    return truncating({name: settings.get(name) for name in named("truncates")})
+
+
+def _truncates(name: str, value: float) -> bool:
+    if name in ("top_p", "typical_p"):
+        return value < 1
+    if name in ("epsilon_cutoff", "eta_cutoff"):
+        return 0 < value < 1
+    return name == "top_h" or (name in ("top_k", "min_p") and value != 0)
+
+
+def most_kept(filters: Mapping[str, Any]) -> int | None:
+    return filters.get("top_k", MOST_KEPT) if filters else None
 
 
 # ---- Settings that exclude each other -------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from .batching.sizes import require_whole
 from .compat import WORKS
 from .errors import ConfigError, UnknownSettingError, did_you_mean
 from .runtime.tracebacks import hide_frames
-from .settings import check_ranges, refuse_excluded, row_of
+from .settings import check_lag, check_ranges, refuse_excluded, row_of
 
 _SETTINGS = dataclasses.fields(trl.GRPOConfig)  # as it is now: a script may put this package's in its place
 
@@ -179,15 +179,6 @@ def check_sequence_parallel(settings: Mapping[str, Any]) -> None:
 def with_engines(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, with whether FSDP or DeepSpeed is on, by the launcher too."""
     return {**settings, **{engine: asks_for(engine, settings) for engine in ("fsdp", "deepspeed")}}
-
-
-def check_lag(lag: Any, sharded: bool) -> None:
-    require_whole("rollout_lag", lag, least=0)
-    if lag and sharded:
-        raise ConfigError(
-            f"rollout_lag={lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run their "
-            "collectives in different orders. Use rollout_lag=0, or DDP."
-        )
 
 
 def check_ahead(settings: Mapping[str, Any]) -> None:

@@ -29,7 +29,8 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.batching.sizes import geometry_of
-from grpo_ext.demo.task import EMBEDDED, Demo, DemoTask
+from grpo_ext.demo import EMBEDDED
+from grpo_ext.demo.task import Demo, DemoTask
 from grpo_ext.errors import ConfigError, GrpoExtError, ProcessError, RewardError, counted
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints, folder_beside, run_to_resume

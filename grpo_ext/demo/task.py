@@ -22,8 +22,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..errors import ConfigError
 from ..loading import load_named
+from . import EMBEDDED
 
-EMBEDDED = "letters"  # the demo's name, as `--demo` takes it
 DATA_SEED = 0
 WARM_START_WORDS = 8192
 TRAIN_PROMPTS = 4096

@@ -34,8 +34,7 @@ from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import from_main_process, shards_parameters
 from ..runtime.determinism import environment
 from ..runtime.out_of_memory import MicroBatchLimits, device_kind
-from ..sampling.keyed import most_kept
-from ..settings import named
+from ..settings import most_kept, named
 from ..step.evaluation import PassAtK
 from ..upstream.loading import refuse_other_engine
 from ..upstream.model_card import base_name

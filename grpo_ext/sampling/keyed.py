@@ -6,7 +6,7 @@ vocabulary, K kept ids, C choices of all routers (forward.routing).
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..config import NO_REPLAY, Replay
 from ..forward.architecture import base_model_of
 from ..forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, KEPT_MASS, SAMPLER_LOGPS, first_tokens
 from ..forward.routing import BY_ROUTER, Routing
-from ..settings import named
+from ..settings import most_kept, named, truncating
 from .turn import Context
 
 FILTERS = ("temperature", *named("truncates"), "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -46,7 +46,6 @@ _NEUTRAL: dict[str, set[Any]] = {
 _READ_ALL = ("repetition_penalty", "no_repeat_ngram_size", "min_length", "sequence_bias", "bad_words_ids")
 # filters that sum probabilities up
 _ADD_UP = (transformers.TopHLogitsWarper, transformers.TopPLogitsWarper, transformers.TypicalLogitsWarper)
-MOST_KEPT = 512  # tokens of a replayed mask without top_k
 _AT_ONCE = 64  # tokens whose records are brought to the host together
 _DRAW = 16  # tokens whose random numbers are drawn at once
 NEW_TOKENS = 20  # of a row by default, as in transformers
@@ -249,27 +248,6 @@ def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
     if values["top_k"] is None:
         values["top_k"] = 50  # transformers' default
     return values
-
-
-def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None and _truncates(name, value)}
-
-
-def truncating_in(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of TRL that leave out tokens; `generation_kwargs` may contain others."""
-    return truncating({name: settings.get(name) for name in named("truncates")})
-
-
-def _truncates(name: str, value: float) -> bool:
-    if name in ("top_p", "typical_p"):
-        return value < 1
-    if name in ("epsilon_cutoff", "eta_cutoff"):
-        return 0 < value < 1
-    return name == "top_h" or (name in ("top_k", "min_p") and value != 0)
-
-
-def most_kept(filters: Mapping[str, Any]) -> int | None:
-    return filters.get("top_k", MOST_KEPT) if filters else None
 
 
 def sampling_filters(

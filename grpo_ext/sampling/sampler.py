@@ -13,13 +13,14 @@ import torch
 from transformers import GenerationConfig
 
 from ..batching.sizes import ChunkSizes
+from ..settings import truncating
 from ..view import TrainerView
 from . import keyed
 from .by_user import UserRollouts, UserTurns
 from .decoding import end_tokens
 from .engine import Engine
 from .equal_shares import why_equal
-from .keyed import filter_values, not_replayed, own_generate, setting_of, suppressed_tokens, truncating
+from .keyed import filter_values, not_replayed, own_generate, setting_of, suppressed_tokens
 from .turn import Context, Turn
 from .vllm import vllm_filters
 

@@ -30,11 +30,10 @@ from ..forward.columns import EXPERTS
 from ..forward.routing import BY_ROUTER, Router
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import gather_in_group
-from ..settings import named, refuse_excluded
+from ..settings import most_kept, named, refuse_excluded, truncating
 from .engine import Engine
 from .engine_check import NEUTRAL
 from .equal_shares import UNEQUAL_SHARES, refuse_unequal_shares
-from .keyed import most_kept, truncating
 from .turn import Context, Turn, images_shown
 
 _BITS = (1 << 62) - 1  # of a server's signed 64-bit seed, to which the index of a completion is added

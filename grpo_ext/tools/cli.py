@@ -7,15 +7,20 @@ to the recipe's parser. Libraries are imported when a command needs them: a `pla
 import json
 import tempfile
 import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from ..errors import ConfigError, GrpoExtError
+
+if TYPE_CHECKING:
+    from ..batching.sizes import BatchGeometry
 
 # takes --global_batch_size for --global-batch-size: everywhere else settings are spelled with underscores
 NAMES: dict[str, Any] = {"token_normalize_func": lambda token: token.replace("_", "-")}
@@ -60,16 +65,23 @@ def write_file(option: str, path: Path, text: str) -> None:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}).") from None
 
 
-def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
-    """Read the settings of a run from its file and from the options that the command itself does not define."""
-    if config is None and not context.args:
-        return {}  # without importing the libraries
-    load_libraries()
-    from .options import read_settings
+def settings_of(context: typer.Context, config: Path | None, torch: bool = True) -> dict[str, Any]:
+    """Read the settings of a run from its file and from the options that the command itself does not define.
 
-    file = [] if config is None else ["--config", str(config)]
+    Without `torch`, it is imported only for the settings of a model or demo, and to explain an error.
+    """
+    from .options import read_settings, read_without_torch
+
+    words = [*context.args] if config is None else ["--config", str(config), *context.args]
+    if not torch:
+        # the last two where another version of a library declares its fields elsewhere
+        with suppress(ConfigError, OSError, StopIteration):
+            settings = read_without_torch(words)
+            if not {"model_name_or_path", "demo"} & settings.keys():
+                return settings
+    load_libraries()
     options = [option.replace("-", "_").replace("__", "--", 1) for p in context.command.params for option in p.opts]
-    return read_settings([*file, *context.args], more_options=options)
+    return read_settings(words, more_options=options)
 
 
 @app.command(**OF_A_RUN)
@@ -85,44 +97,55 @@ def plan(
     device_memory: Annotated[
         float | None, typer.Option(min=0, help="With a model: GB of a device; says what fits (80 for an H100).")
     ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="With a model: also run its largest micro-batch and `generate` call here.")
+    ] = False,
 ) -> None:
     """Print the batch plan for any settings and number of processes; with a model, also the memory per device.
 
     The model (--model_name_or_path) is an id, a folder, or a config.json.
     """
-    from ..batching.plan_text import describe_plan
     from ..batching.sizes import geometry_of
 
-    settings = {name: value for name, value in settings_of(context, config).items() if value is not None}
+    settings = {n: v for n, v in settings_of(context, config, torch=False).items() if v is not None}
     if "demo" in settings:
         from ..demo.task import demo_named
 
         settings = {**demo_named(settings["demo"]).settings, **settings}
     geometry = geometry_of(settings, processes)
-    epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
-    drop_last = bool(settings.get("dataloader_drop_last", False))
-    tokens, lag = settings.get("micro_batch_tokens"), settings.get("rollout_lag", 0)
-    if lag:
-        from ..value_checks import check_lag  # loads torch
-
-        check_lag(lag, engine != "ddp")
-    ahead = f"{lag} rollout batch(es)" if lag else None
-    others = settings.get("use_vllm") or settings.get("use_transformers_continuous_batching")
-    longest = None if others else settings.get("max_completion_length", 512)  # TRL's default
-    half = bool(settings.get("bf16", True) or settings.get("fp16")) and not settings.get("bitwise_invariant")
-    bound = None
-    if settings.get("sampling_mask") == "replay":
-        from ..sampling.keyed import most_kept, truncating_in  # loads torch
-
-        bound = most_kept(truncating_in(settings))
-    sizes: dict[str, Any] = {"micro_batch_tokens": tokens, "longest": longest, "half": half, "most_kept": bound}
-    typer.echo(describe_plan(geometry, num_prompts, drop_last, epochs, ahead=ahead, **sizes))
+    typer.echo(sizes_in_words(settings, geometry, num_prompts, engine))
     if (model := settings.get("model_name_or_path")) is not None:
         from .plan import expected_memory
 
         text, table = expected_memory(model, geometry, settings, engine, prompt_length, device_memory)
         typer.echo(text)
         Console().print(table)
+        if measure:
+            from .measured_memory import measured_memory
+
+            typer.echo(measured_memory(settings, geometry, engine, prompt_length))
+
+
+def sizes_in_words(settings: Mapping[str, Any], geometry: "BatchGeometry", num_prompts: int | None, engine: str) -> str:
+    """The plan of a run's sizes, without its model; does not import torch."""
+    from ..batching.plan_text import describe_plan
+    from ..settings import check_lag, most_kept, truncating_in
+
+    epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
+    lag, replays = settings.get("rollout_lag", 0), settings.get("sampling_mask") == "replay"
+    check_lag(lag, engine != "ddp")
+    others = settings.get("use_vllm") or settings.get("use_transformers_continuous_batching")
+    return describe_plan(
+        geometry,
+        num_prompts,
+        bool(settings.get("dataloader_drop_last", False)),
+        epochs,
+        ahead=f"{lag} rollout batch(es)" if lag else None,
+        micro_batch_tokens=settings.get("micro_batch_tokens"),
+        longest=None if others else settings.get("max_completion_length", 512),  # TRL's default
+        half=bool(settings.get("bf16", True) or settings.get("fp16")) and not settings.get("bitwise_invariant"),
+        most_kept=most_kept(truncating_in(settings)) if replays else None,
+    )
 
 
 @app.command(**OF_A_RUN)

@@ -3,15 +3,18 @@
 Returns what TRL's trainer takes: `prompt` (text or messages), `answer` for the rewards, every other column unchanged.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, fields
 from glob import has_magic
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
-
-from ..config import setting
 from ..errors import DataError, shortened
+from ..settings import setting
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
@@ -53,6 +56,8 @@ def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset |
 
 
 def _read(source: str, data: DataArguments) -> Dataset:
+    from datasets import DatasetDict, load_dataset, load_from_disk  # slow to import, and `--help` reads this file
+
     path, split = Path(source).expanduser(), data.dataset_split
     builder = _BUILDERS.get(path.suffix.lower())
     if path.is_dir():

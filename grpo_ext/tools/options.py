@@ -1,28 +1,36 @@
 """The options of a run, on the command line or in a YAML file (`--config`): data and rewards, GRPOConfig and TRL's
 ModelConfig. Read by recipes/grpo.py, `grpo-ext check` and `grpo-ext plan`.
 
-Differs from TRL's parser: gives the settings that were made, before the dataclasses fill in defaults, and an unknown
-name is an error with a hint. Unlike in TRL's script, a run that names neither model nor data is the embedded demo.
+Differs from TRL's parser, on which it rests: gives the settings that were made, before the dataclasses fill in
+defaults, and an unknown name is an error with a hint. Unlike in TRL's script, a run that names neither model nor data
+is the embedded demo. GRPOConfig is imported only where it is needed, because it loads torch.
 """
 
+from __future__ import annotations
+
 import argparse
+import ast
 import os
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, make_dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from transformers import HfArgumentParser
-from trl import ModelConfig
+from trl import ModelConfig, TrlParser
 
-from ..config import GRPOConfig, setting
-from ..demo.task import EMBEDDED, Demo, demo_named
+from ..demo import EMBEDDED
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
-from ..settings import decides
+from ..settings import decides, setting
 from .data import DataArguments
 from .stock import OURS, STOCK
+
+if TYPE_CHECKING:
+    from ..config import GRPOConfig
+    from ..demo.task import Demo
 
 # help of fields that mean something else here than in TRL and transformers
 _HELP = {
@@ -57,7 +65,19 @@ class ScriptArguments(DataArguments):
     rerun_rewards: bool = setting("Rerun: call the reward functions again.", default=False)
 
 
-OPTIONS: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)
+# where the fields of GRPOConfig are declared, the last one counts
+_CLASSES = {
+    "transformers.training_args": "TrainingArguments",
+    "trl.trainer.base_config": "_BaseConfig",
+    "trl.trainer.grpo_config": "GRPOConfig",
+    "grpo_ext.config": "GRPOConfig",
+}
+
+
+def kinds_of_options() -> tuple[Any, ...]:
+    from ..config import GRPOConfig
+
+    return ScriptArguments, GRPOConfig, ModelConfig
 
 
 def parse(
@@ -75,13 +95,15 @@ def parse(
 
 
 def read_settings(
-    argv: list[str], kinds: tuple[Any, ...] = OPTIONS, more_options: Iterable[str] = ()
+    argv: list[str], kinds: tuple[Any, ...] | None = None, more_options: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Parse the settings of a command line and its `--config FILE`, by name; the command line overrides the file.
 
-    Options are the fields of the dataclasses `kinds`; a hint for an unknown name also knows `more_options`.
+    Options are the fields of the dataclasses `kinds`, by default those of a run; a hint for an unknown name also knows
+    `more_options`.
     """
-    parser = HfArgumentParser(kinds, allow_abbrev=False, exit_on_error=False)
+    kinds = kinds_of_options() if kinds is None else kinds
+    parser = TrlParser(kinds, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", type=_settings_in, help="YAML file of settings; options override it.")
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)
@@ -102,6 +124,23 @@ def read_settings(
     return {name: value for name, value in vars(namespace).items() if name in names and value is not unset}
 
 
+def read_without_torch(argv: list[str]) -> dict[str, Any]:
+    """`read_settings`, with GRPOConfig's fields as they are declared in the source of its classes.
+
+    Numbers, switches and lists have their types; all other fields are text, whatever their choices.
+    """
+    types: dict[str, str] = {}
+    for module, name in _CLASSES.items():
+        package, *path = module.split(".")
+        folder = Path(str(getattr(find_spec(package), "origin", None))).parent  # found without importing it
+        tree = ast.parse(folder.joinpath(*path).with_suffix(".py").read_text())
+        body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+        types |= {ast.unparse(n.target): ast.unparse(n.annotation) for n in body if isinstance(n, ast.AnnAssign)}
+    plain = re.compile(r"(bool|int|float|list\[(int|float|str)\])( \| None)?")
+    specs = [(name, text if plain.fullmatch(text) else "str", setting("")) for name, text in types.items()]
+    return read_settings(argv, (ScriptArguments, make_dataclass("GRPOConfig", specs), ModelConfig))
+
+
 def _settings_in(path: str) -> dict[str, Any]:
     """Read the file of `--config`; as in TRL, the variables under `env` go to the environment."""
     try:
@@ -117,6 +156,8 @@ def _settings_in(path: str) -> dict[str, Any]:
 
 def demo_of(settings: Mapping[str, Any]) -> Demo | None:
     """The demo that settings name, or the embedded one without model and data; a ConfigError if settings contradict."""
+    from ..demo.task import demo_named
+
     name, model, dataset = (settings.get(option) for option in ("demo", "model_name_or_path", "dataset_name"))
     if name is not None and dataset is not None:
         raise ConfigError(f"--demo {name} has its own data; leave out --dataset_name or --demo.")
@@ -131,7 +172,7 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
     """Build the dataclasses that the settings configure; a ConfigError if one of them refuses a setting."""
     try:
-        script, training, model = (kind(**fields_of(settings, kind)) for kind in OPTIONS)
+        script, training, model = (kind(**fields_of(settings, kind)) for kind in kinds_of_options())
     except GrpoExtError:
         raise
     except (ValueError, TypeError) as error:
@@ -148,7 +189,7 @@ def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
 
 def output_settings(settings: Mapping[str, Any]) -> set[str]:
     """Names of the settings of a run's output, evaluation and resume, which `grpo-ext check` leaves out."""
-    return {name for name in fields_of(settings, GRPOConfig) if decides(name, "output")}
+    return {name for name in fields_of(settings, kinds_of_options()[1]) if decides(name, "output")}
 
 
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..batching.sizes import geometry_of
 from ..errors import GrpoExtError, counted
-from ..settings import named
+from ..settings import named, truncating_in
 
 OURS, STOCK = "grpo_ext", "trl"
 
@@ -19,8 +19,6 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
 
     None, False or 0 turns them off.
     """
-    from ..sampling.keyed import truncating_in  # loads torch
-
     filters = truncating_in(settings) or settings.get("generation_kwargs")
     without = set() if filters else {"sampling_mask"}  # it changes nothing if all tokens are kept
     if used := [

@@ -28,7 +28,6 @@ from grpo_ext.forward.routing import install_routers
 from grpo_ext.run.record import STEP
 from grpo_ext.runtime import sequence_group
 from grpo_ext.runtime.sequence_group import SequenceGroup
-from grpo_ext.tools.plan import saved_bytes
 from tests.distributed.tasks import RANK, save, trainer_of
 from tests.support.architectures import VIEWING, architecture
 from tests.support.images import image_model, image_processor
@@ -173,9 +172,20 @@ def exchanges(group: SequenceGroup) -> dict[str, Any]:
 
 
 def saved_of_completion(group: SequenceGroup | None, tokens: int = 4096) -> int:
-    """Bytes that autograd saves in a forward of one completion."""
+    """Bytes that autograd saves in a forward of one completion, weights left out."""
     policy = scoring("llama", max_position_embeddings=8192).train()
-    return saved_bytes(policy, lambda: run_rows(PACKED, policy, rows_of([16], [[tokens]]), group=group))
+    weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+    saved: dict[int, Any] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage  # kept alive, so that no other tensor gets its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        run_rows(PACKED, policy, rows_of([16], [[tokens]]), group=group)
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def refusals(folder: Path) -> dict[str, str]:

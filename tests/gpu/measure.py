@@ -26,7 +26,7 @@ from transformers import AutoConfig
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.errors import LaunchError
 from grpo_ext.run.log import versions
-from grpo_ext.tools import plan
+from grpo_ext.tools import memory, plan
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.bench.measuring import Worker, machine, spec_of
 from tests.bench.shapes import MODELS, Shape, decoder
@@ -188,9 +188,9 @@ def planned_mib(shape: Shape, form: Any, micro: int, model: dict[str, Any]) -> f
     sizes = {"global_batch_size": shape.groups * shape.group, "num_generations": shape.group}
     geometry = geometry_of(sizes | {"per_device_train_batch_size": micro}, 1)
     tokens = plan.largest_micro_batch(geometry, shape.prompt, shape.longest, form, None)
-    layout = plan.MemoryLayout("ddp", 1, tokens, sampled_tokens=0, checkpointing=shape.checkpointing)
+    layout = memory.MemoryLayout("ddp", 1, tokens, sampled_tokens=0, checkpointing=shape.checkpointing)
     rank = LORA_RANK if shape.lora else None
-    return plan.memory_of(plan.measure(AutoConfig.for_model(**model), lora_rank=rank), layout)["training"] / 2**20
+    return memory.memory_of(plan.sizes_of(AutoConfig.for_model(**model), lora_rank=rank), layout)["training"] / 2**20
 
 
 def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:

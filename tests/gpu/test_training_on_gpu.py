@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.forward import lm_head
 from grpo_ext.precision.loss_scaler import LossScaler
-from grpo_ext.tools.plan import MemoryLayout, measure, memory_of
+from grpo_ext.tools.memory import MemoryLayout, memory_of
+from grpo_ext.tools.plan import sizes_of
 from tests.bench.shapes import MODELS
 from tests.support.gpu import DEVICE, TOY, needs_gpu
 from tests.support.rollouts import give_completions
@@ -77,12 +78,12 @@ def test_a_model_of_half_a_billion_weights_trains(record_property, tmp_path, pre
     assert float(update.norm()) > 0
     assert isinstance(trainer.accelerator.scaler, LossScaler) == (precision == "fp16")
     config = AutoConfig.for_model(**HALF_B)
-    sizes = measure(config, compute="float16" if precision == "fp16" else "bfloat16")
+    sizes = sizes_of(config, compute="float16" if precision == "fp16" else "bfloat16")
     expected = memory_of(sizes, MemoryLayout("ddp", 1, PROMPT + GROUP * COMPLETION, 1))["training"]
     peak = expected if TOY else peak
     record_property("expected GiB", expected / 2**30)
     record_property("peak GiB", peak / 2**30)
-    assert 0.7 < expected / peak < 1.3
+    assert 1.0 <= expected / peak < 1.5
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

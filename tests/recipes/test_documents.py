@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from grpo_ext import GRPOConfig
 from grpo_ext.algorithms.advantages import ESTIMATORS
 from grpo_ext.tools.cli import app
-from grpo_ext.tools.options import OPTIONS
+from grpo_ext.tools.options import kinds_of_options
 from tests.bench.__main__ import app as bench
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 PROGRAMS = "grpo-ext|make|accelerate launch|torchrun|python|pip install|jupyter"
 INLINE = re.compile(rf"`((?:{PROGRAMS})(?: [^`]+)?)`", re.DOTALL)
-OPTIONS_OF_A_RUN = {name for kind in OPTIONS for name in kind.__dataclass_fields__}
+OPTIONS_OF_A_RUN = {name for kind in kinds_of_options() for name in kind.__dataclass_fields__}
 VARIABLE = re.compile(r"\$\(\([^)]*\)\)|\$\([^)]*\)|\$\w+")
 
 

@@ -15,7 +15,7 @@ from grpo_ext.errors import ConfigError, RolloutError
 from grpo_ext.forward.carried import Carried, carrying
 from grpo_ext.forward.routing import BY_ROUTER, Routing, install_routers
 from grpo_ext.rollouts.batch import EXPERTS
-from grpo_ext.sampling.keyed import MOST_KEPT
+from grpo_ext.settings import MOST_KEPT
 from tests.support.colocated import Engine, stand_in
 from tests.support.tiny import tiny_model
 from tests.support.tool_runs import always_calling

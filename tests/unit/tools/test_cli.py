@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pytest
 import yaml
@@ -12,9 +14,10 @@ from datasets import Dataset, load_from_disk
 from peft import LoraConfig
 from typer.testing import CliRunner
 
+from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError
 from grpo_ext.tools.cli import app, integers
-from grpo_ext.tools.options import read_settings
+from grpo_ext.tools.options import read_settings, read_without_torch
 from tests.support import forks
 
 runner = CliRunner()
@@ -27,12 +30,45 @@ def test_an_error_is_one_message_and_status_2():
     assert "Traceback" not in done.stderr
 
 
-def test_plan_loads_no_model_library():
-    code = "import sys; from grpo_ext.tools.cli import app; app(['plan'], standalone_mode=False); "
-    code += "print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+SLOW = ("torch", "transformers", "datasets", "pandas")  # that take seconds to import
+LOADED = f"""
+import json, sys
+from grpo_ext.tools.cli import app
+for words in json.loads(sys.argv[1]):
+    exec(words.pop(0))
+    app(words, standalone_mode=False)
+print("loaded:", *[name for name in {SLOW} if name in sys.modules])
+"""
+HELPS = [["--help"], *([name, "--help"] for name in ("plan", "check", "export", "report", "diff", "rerun"))]
+
+
+def loaded_by(*commands: list[str], first: str = "") -> list[str]:
+    """The slow libraries that commands import, in a process that begins with the statement `first`."""
+    command_lines = json.dumps([[first, *words] for words in commands])
+    done = subprocess.run([sys.executable, "-c", LOADED, command_lines], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("False")
+    return done.stdout.split("loaded:")[1].split()
+
+
+def test_help_and_plans_without_a_model_load_no_slow_library(tmp_path):
+    settings = {"learning_rate": "1e-5", "lr_scheduler_type": "cosine", "rollout_lag": 1, "rewards": ["a"]}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    file = ["plan", "--config", str(tmp_path / "run.yaml"), "--sampling_mask", "replay", "--top_k", "5"]
+    option = ["plan", "--learning_rate", "1e-6", "--reward_weights", "1", "2", "--bf16", "False"]
+    assert loaded_by(*HELPS, ["plan"], file, option) == []
+    assert loaded_by(["plan"], first="import pandas") == ["pandas"]
+
+
+def test_options_read_without_torch_have_the_names_and_types_of_the_classes():
+    hints = {spec.name: get_type_hints(GRPOConfig)[spec.name] for spec in fields(GRPOConfig) if spec.init}
+    plain = (bool, int, float, list[int], list[float])
+    numbers = [name for name, hint in hints.items() if hint in plain or any(hint == (kind | None) for kind in plain)]
+    assert len(numbers) > len(hints) / 2
+    words = [word for name in numbers for word in (f"--{name}", "1")]
+    texts = [word for name in hints.keys() - {*numbers} for word in (f"--{name}", "a text")]
+    read, expected = read_without_torch([*words, *texts]), read_settings(words)
+    assert read.keys() == hints.keys()
+    assert {name: repr(read[name]) for name in numbers} == {name: repr(expected[name]) for name in numbers}
 
 
 def test_lists_and_files_are_checked(tmp_path):

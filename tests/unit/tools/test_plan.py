@@ -2,14 +2,11 @@
 
 import json
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_ext.batching.micro_batches import Form
@@ -17,19 +14,17 @@ from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.config import forms_of
 from grpo_ext.errors import ConfigError, ModelError
 from grpo_ext.forward.architecture import exchanged_numbers
-from grpo_ext.forward.tiled_log_probs import CPU_TILE
 from grpo_ext.forward.token_slice import to_heads, to_tokens
 from grpo_ext.tools.cli import Engine
+from grpo_ext.tools.measured_memory import measured_memory, peak_bytes
+from grpo_ext.tools.memory import MemoryLayout, ModelSizes, memory_of
 from grpo_ext.tools.plan import (
-    MemoryLayout,
-    ModelSizes,
     expected_memory,
     in_units,
     largest_micro_batch,
     load_config,
-    measure,
-    memory_of,
     refuse_size,
+    sizes_of,
     sizes_taken,
     teacher_bytes,
     what_fits,
@@ -37,46 +32,26 @@ from grpo_ext.tools.plan import (
 from tests.bench.shapes import MODELS, decoder
 from tests.support.architectures import architecture
 from tests.support.cases import BITS, QUANTISED, quantised_model
-from tests.support.rollouts import give_completions
-from tests.support.trainers import make, on
 
 SMALL = {**decoder("qwen2", 2048, 128, 384, 6, 4, 2), "pad_token_id": 0, "eos_token_id": 1}
 QWEN = {**MODELS["qwen2.5-0.5b"], "num_hidden_layers": 6}  # a quarter of the layers
-SAVED_TOLERANCE = 0.15  # attention on fake tensors keeps a copy of its output that the CPU's kernel does not
+# small, with as little else as possible beside what the process holds anyway
+MEASURED = decoder("llama", 16384, 640, 1792, 12, 10, 5)
 
 
-def place(completions: list[str], **columns: Any) -> list[float]:
-    """Rewards that differ, so that each completion is trained on."""
-    return [float(number) for number in range(len(completions))]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_memory_of_a_step_is_about_what_was_expected(tmp_path, checkpointing):
-    prompt, completion, group = 128, 96, 8
-    config, watch = AutoConfig.for_model(**SMALL), profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    # the second step, whose optimizer state is there already
-    begin = on("on_step_begin", lambda state: watch.start(), at=1)
-    end = on("on_step_end", lambda state: watch.stop(), at=2)
-    sizes = {"num_generations": group, "per_device_train_batch_size": group, "max_completion_length": completion}
-    data = Dataset.from_dict({"prompt": ["abcd" * (prompt // 4)] * 4, "answer": ["a"] * 4})
-    parts = {"train_dataset": data, "callbacks": [begin, end], "gradient_checkpointing": checkpointing}
-    model = AutoModelForCausalLM.from_config(config)
-    trainer = make(tmp_path, model, place, **sizes, **parts, max_steps=2, optim="adamw_torch")
-    give_completions(trainer, [[10 + (7 * row + 3 * i) % 30 for i in range(completion)] for row in range(16)])
-    trainer.train()
-    tokens, tile = prompt + group * completion, CPU_TILE[0] * CPU_TILE[1]
-    layout = MemoryLayout("ddp", 1, tokens, 1, checkpointing, head_tile=tile)
-    expected = memory_of(measure(config, compute="float32"), layout)
-    state = sum(v.nbytes for values in trainer.optimizer.state.values() for v in values.values() if v.dim())
-    assert expected["optimizer"] == state
-    assert expected["weights"] == sum(p.nbytes for p in trainer.model.parameters())
-    step = expected["training"] - expected["weights"] - expected["optimizer"]
-    events = watch.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    peak = max(accumulate(change for _, change in changes))  # beyond what is held at the beginning of the step
-    print(f"step: expected {step / 2**20:.1f} MiB, measured {peak / 2**20:.1f} MiB")
-    assert 0.75 < step / peak < 1.25
+def test_the_formula_is_one_to_one_and_a_half_times_what_is_measured(tmp_path):
+    """In training and in sampling. What it says of other models and settings is out of these bounds."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MEASURED))
+    run = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4, "bf16": False}
+    geometry = geometry_of({**run, "global_batch_size": 8}, 1)
+    measured = peak_bytes({**run, "model_name_or_path": str(path)}, geometry, prompt=60)
+    sizes, layout = sizes_of(load_config(str(path)), compute="float32"), MemoryLayout("ddp", 1, 76, 8 * 64, 8)
+    others = (replace(sizes, trained=0), replace(sizes, parameters=2 * sizes.parameters, trained=2 * sizes.trained))
+    for phase in ("training", "rollout"):
+        ratio, fewer, larger = (memory_of(each, layout)[phase] / measured[phase] for each in (sizes, *others))
+        print(f"{phase}: measured {in_units(measured[phase])}, expected {ratio:.2f} times that")
+        assert fewer < 1 <= ratio < 1.5 < larger
 
 
 def saved_by(model: Any, tokens: int) -> tuple[int, int]:
@@ -102,7 +77,7 @@ def saved_by(model: Any, tokens: int) -> tuple[int, int]:
 def test_the_arithmetic_is_what_a_whole_model_holds():
     """A step of all layers on fake tensors, which have sizes and no memory."""
     tokens, config = 1024, AutoConfig.for_model(**QWEN)
-    sizes = measure(config)
+    sizes = sizes_of(config)
     layouts = (MemoryLayout(*on, tokens, 1, checkpointing=False) for on in (("ddp", 1), ("fsdp2", 8)))
     one, eight = (memory_of(sizes, layout) for layout in layouts)
     with FakeTensorMode():
@@ -114,23 +89,23 @@ def test_the_arithmetic_is_what_a_whole_model_holds():
         optimizer.step()
         states = [value for values in optimizer.state.values() for value in values.values() if value.dim()]
         assert one["weights"] == sum(p.nbytes for p in model.parameters())
-        assert one["gradients"] == sum(p.grad.nbytes for p in model.parameters())
+        # that of the head exists twice
+        assert one["gradients"] == sum(p.grad.nbytes for p in model.parameters()) + model.lm_head.weight.nbytes
         assert one["optimizer"] == sum(value.nbytes for value in states)
-        assert one["gradient of the head"] == model.lm_head.weight.nbytes
         layers = sum(p.numel() for p in model.model.layers.parameters())
         outside = sum(p.numel() for p in model.parameters()) - layers
         shards = sum(-(-p.size(0) // 8) * p[0].nbytes for p in model.parameters())  # FSDP2 cuts the first dimension
     assert eight["optimizer"] == pytest.approx(2 * shards, rel=1e-3)
     # and what is reduced last, in bfloat16 and float32
-    assert eight["gradients"] == pytest.approx(shards + 6 * outside, rel=1e-3)
+    assert eight["gradients"] == pytest.approx(shards + 6 * outside + model.lm_head.weight.nbytes, rel=1e-3)
     print(f"{one['activations'] / activations:.3f} of the saved activations")
-    assert one["activations"] == pytest.approx(activations, rel=SAVED_TOLERANCE)
+    assert 1 <= one["activations"] / activations < 1.5
     assert one["half-precision copies"] >= casts
 
 
 SIZES = ModelSizes(
-    **{"parameters": 10**9, "trained": 10**9, "largest_layer": 3 * 10**7, "layers": 24, "hidden": 2048},
-    **{"vocabulary": 32000, "compute_bytes": 2, "token_bytes": 100_000, "cache_bytes": 50_000},
+    **{"parameters": 10**9, "trained": 10**9, "largest_layer": 3 * 10**7, "outside": 0, "head": 0, "active": 10**9},
+    **{"layers": 24, "hidden": 2048, "vocabulary": 32000, "cached": 25_000, "compute_bytes": 2},
 )
 
 
@@ -155,16 +130,19 @@ def test_a_teacher_is_counted_in_the_type_that_it_is_loaded_in(tmp_path):
         with_teacher, without = (
             memory_of(SIZES, MemoryLayout(engine, 8, 4096, 64, **teacher)) for teacher in ({"teacher": 6 * 10**9}, {})
         )
-        for part in ("teacher", "training", "rollout"):
-            assert with_teacher[part] - without[part] == held
+        assert with_teacher["weights"] - without["weights"] == held
+        for part in ("training", "rollout"):
+            assert with_teacher[part] - without[part] == pytest.approx(1.1 * held)
     AutoConfig.for_model(**QWEN).save_pretrained(tmp_path / "teacher")
     AutoConfig.for_model(**SMALL).save_pretrained(tmp_path / "policy")
     settings = {"teacher_model": str(tmp_path / "teacher"), "teacher_model_init_kwargs": {"dtype": "bfloat16"}}
     _, table = expected_memory(str(tmp_path / "policy"), geometry_of({}, 1), settings)
     shown = dict(zip(*(column.cells for column in table.columns), strict=True))
     with torch.device("meta"):
-        count = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN)).num_parameters()
-    assert shown["teacher"] == in_units(2 * count)
+        count, policy = (
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(**c)).num_parameters() for c in (QWEN, SMALL)
+        )
+    assert shown["weights"] == in_units(2 * count + 4 * policy)
     for load, each in ((None, 4), ('{"dtype": "float16"}', 2), ({"dtype": "auto"}, 4)):
         assert teacher_bytes({**settings, "teacher_model_init_kwargs": load}) == each * count
 
@@ -177,7 +155,7 @@ def test_quantised_weights_are_counted_as_they_are_held(tmp_path, bits):
     held += sum(p.quant_state.absmax.nbytes for p in model.parameters() if hasattr(p, "quant_state"))
     settings: dict[str, Any] = {"compute": "float32", "lora_rank": 4}
     layout = MemoryLayout("ddp", 1, 64, 4 * 32)
-    sizes, plain_sizes = (measure(model.config, **settings, bits=n) for n in (bits, None))
+    sizes, plain_sizes = (sizes_of(model.config, **settings, bits=n) for n in (bits, None))
     found, plain = (memory_of(each, layout) for each in (sizes, plain_sizes))
     adapter = 4 * sizes.trained
     assert found["weights"] - adapter == held < (plain["weights"] - adapter) / 2
@@ -188,7 +166,7 @@ def test_the_form_decides_how_many_tokens_there_are():
     geometry = geometry_of({"global_batch_size": 16, "per_device_train_batch_size": 16}, 1)
     sizes = {}
     for kind, forward in (("llama", "auto"), ("lfm2", "auto"), ("llama", "padded")):
-        form = measure(architecture(kind).config, compute="float32", forms=forms_of(forward)).form
+        form = sizes_of(architecture(kind).config, compute="float32", forms=forms_of(forward)).form
         sizes[form] = largest_micro_batch(geometry, 100, 20, form, None)
     assert sizes == {"packed": 200 + 320, "prefix": 200 + 320, "padded": 1600 + 320}
     assert largest_micro_batch(geometry, 100, 20, "packed", 300) == 300
@@ -196,13 +174,13 @@ def test_the_form_decides_how_many_tokens_there_are():
 
 
 def test_processes_that_share_a_pack_divide_activations_and_logits_alone():
-    whole = MemoryLayout("fsdp2", 8, 4098, 64 * 1024, head_tile=10**9)
+    whole = MemoryLayout("fsdp2", 8, 4098, 64 * 1024)
     one, shared = (memory_of(SIZES, replace(whole, sequence_parallel_size=size)) for size in (1, 4))
     # a slice of 1025 tokens: the inputs of 24 layers in float32, one layer that is recomputed, and the logits
-    assert shared["activations"] == 1025 * (24 * 2048 * 4 + 100_000) == 304_023_200
-    assert shared["logits"] == 1025 * 32000 * (8 + 2)
-    totals = {"training", "rollout"}
-    assert {name for name in one if one[name] != shared[name]} - totals == {"activations", "logits"}
+    assert shared["activations"] == pytest.approx(1025 * (24 * 2048 * 4 + 4 * 10**9 / 2048 / 24 + 24 * 2048))
+    assert shared["logits"] == 1025 * 32000 * 12
+    assert one["activations"] == pytest.approx(4098 / 1025 * shared["activations"])
+    assert {name for name in one if one[name] != shared[name]} == {"activations", "logits", "training"}
     assert one["rollout"] == shared["rollout"]
 
 
@@ -243,13 +221,13 @@ def fits(device: float, sizes: list[int], tokens: int = 8 * 65536) -> str:
 
 
 def test_a_plan_suggests_the_smallest_size_with_which_a_completion_fits():
-    """18 GB of weights and their gradients; activations of a completion 19.4, 9.7 and 4.9 GB; logits 0.3 GB."""
-    assert fits(40, [1], tokens=65536) == "Training fits 40 GB; the rollout's memory is below."
-    assert "not fit 40 GB; with sequence_parallel_size=1 and per_device_train_batch_size=1" in fits(40, [1, 2, 4])
-    assert "not fit 30 GB; with sequence_parallel_size=2 and" in fits(30, [1, 2, 4])
-    assert "not fit 24 GB; with sequence_parallel_size=4 and" in fits(24, [1, 2, 4])
-    none = "Training does not fit 24 GB: one completion takes 26.1 GiB with sequence_parallel_size=2, the largest"
-    assert fits(24, [1, 2]).startswith(none)
+    """18 GB of weights and their gradients; activations of a completion 21.4, 10.7 and 5.4 GB; logits 0.4 GB; slack."""
+    assert fits(44, [1], tokens=65536) == "Training fits 44 GB; the rollout's memory is below."
+    assert "not fit 44 GB; with sequence_parallel_size=1 and per_device_train_batch_size=1" in fits(44, [1, 2, 4])
+    assert "not fit 32 GB; with sequence_parallel_size=2 and" in fits(32, [1, 2, 4])
+    assert "not fit 26 GB; with sequence_parallel_size=4 and" in fits(26, [1, 2, 4])
+    none = "Training does not fit 26 GB: one completion takes 29.9 GiB with sequence_parallel_size=2, the largest"
+    assert fits(26, [1, 2]).startswith(none)
 
 
 def test_only_sizes_that_a_run_takes_are_suggested():
@@ -264,6 +242,14 @@ def test_only_sizes_that_a_run_takes_are_suggested():
     assert taken("zero3") == taken(form="padded") == taken(rollout_lag=1) == [1]
     with pytest.raises(ModelError, match="has 4 attention heads, which 8 processes cannot share evenly"):
         refuse_size(8, config, SIZES, MemoryLayout("ddp", 8, 100, 0), {})
+
+
+@pytest.mark.parametrize("setting", ["rollout_lag", "use_vllm", "load_in_4bit", "engine", "sequence_parallel_size"])
+def test_what_one_process_does_not_show_is_not_measured(setting):
+    settings = {} if setting == "engine" else {setting: 2}
+    geometry = geometry_of({"sequence_parallel_size": 2} if "parallel" in setting else {}, 2)
+    with pytest.raises(ConfigError, match=f"--measure runs one process, without {setting}; leave out one of the two"):
+        measured_memory(settings, geometry, "fsdp2" if setting == "engine" else "ddp", None)
 
 
 def test_memory_is_counted_for_models_of_text(tmp_path):
