@@ -50,7 +50,7 @@ class Row(NamedTuple):
     # "keeps": may change within a rollout batch. "unlike_trl": stock TRL would learn something else. "planned",
     # "copied", "engine": a callback may not change it, because steps, the generation_config, or engines are built with
     # it. "to_vllm": an attribute of TRL's `VLLMGeneration`. "truncates": leaves out tokens. "limit": limits ratios.
-    # "size": another name of a size. "once": not passed on to a rerun. "part": of the fingerprint, beside the settings
+    # "unmeasured": `plan --measure` cannot have it. "size": another name of a size. "once": not passed on to a rerun. "part": of the fingerprint, beside the settings
     marks: str = ""
     rule: Rule | None = None
 
@@ -78,10 +78,10 @@ TABLE = (
     Row("sequence_mask_high", "loss", "args", ALWAYS, "unlike_trl keeps limit", _HIGH),
     Row("dynamic_sampling", "completions", "rollout", ALWAYS, "unlike_trl"),
     Row("dynamic_sampling_max_rounds", "completions", "rollout", ALWAYS, rule=Rule(least=1)),
-    Row("rollout_lag", "completions loss", resume=ALWAYS, marks="unlike_trl"),
+    Row("rollout_lag", "completions loss", resume=ALWAYS, marks="unlike_trl unmeasured"),
     Row("sampling_mask", "completions loss", resume=ALWAYS, marks="unlike_trl"),
     Row("routing_replay", "loss", resume=ALWAYS, marks="unlike_trl", rule=_SWITCH),
-    Row("teacher_model", "loss", marks="unlike_trl"),
+    Row("teacher_model", "loss", marks="unlike_trl unmeasured"),
     Row("teacher_model_init_kwargs", "loss"),
     Row("teacher_kl_coef", "loss", "args", ALWAYS, "unlike_trl keeps", _COEF),
     Row("bitwise_invariant", "completions loss", resume=ALWAYS),
@@ -110,7 +110,7 @@ TABLE = (
     Row("repetition_penalty", "completions", resume=ALWAYS, marks="copied to_vllm", rule=_POSITIVE),
     Row("generation_kwargs max_tool_calling_iterations", "completions", "rollout", ALWAYS),
     Row("mask_truncated_completions", "completions loss", "rollout", ALWAYS),
-    Row("use_vllm", "completions", resume=ALWAYS, marks="engine"),
+    Row("use_vllm", "completions", resume=ALWAYS, marks="engine unmeasured"),
     Row("vllm_mode use_transformers_continuous_batching", "completions", marks="engine"),
     Row("transformers_continuous_batching_config use_transformers_paged", "completions", resume=ALWAYS),
     Row("pad_to_multiple_of", "layout", marks="engine"),
@@ -207,6 +207,12 @@ def row_of(name: str) -> Row | None:
     while name not in _BY_NAME and "." in name:
         name = name.rpartition(".")[0]
     return _BY_NAME.get(name)
+
+
+def field_names() -> list[str]:
+    """The fields of GRPOConfig, also those of TRL and transformers."""
+    parts = named("part")
+    return [name for name in _BY_NAME if name.split(".")[0] not in parts]
 
 
 def named(mark: str) -> list[str]:

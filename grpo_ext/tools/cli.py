@@ -74,8 +74,7 @@ def settings_of(context: typer.Context, config: Path | None, torch: bool = True)
 
     words = [*context.args] if config is None else ["--config", str(config), *context.args]
     if not torch:
-        # the last two where another version of a library declares its fields elsewhere
-        with suppress(ConfigError, OSError, StopIteration):
+        with suppress(ConfigError):
             settings = read_without_torch(words)
             if not {"model_name_or_path", "demo"} & settings.keys():
                 return settings

@@ -25,18 +25,18 @@ from trl import get_peft_config
 from ..batching.sizes import BatchGeometry, ceil_div
 from ..demo.task import build_model, build_tokenizer
 from ..errors import ConfigError, LaunchError
+from ..settings import named
 from ..trainer import GRPOTrainer
 from .options import as_dataclasses, output_settings
 from .plan import PROMPT_TOKENS, in_units, load_config
 
-_REFUSED = ("rollout_lag", "use_vllm", "load_in_4bit", "load_in_8bit", "teacher_model", "fsdp", "deepspeed")
-_OTHER_SIZES = ("generation_batch_size", "steps_per_generation", "gradient_accumulation_steps")
 _QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "trail": False}
 
 
 def measured_memory(settings: Mapping[str, Any], geometry: BatchGeometry, engine: str, prompt: int | None) -> str:
     """Say what the peaks are on this machine, of one process with this trainer's own sampling and float32 weights."""
-    refused = {name: settings.get(name) for name in _REFUSED}
+    names = (*named("unmeasured"), "load_in_4bit", "load_in_8bit", "fsdp", "deepspeed")
+    refused = {name: settings.get(name) for name in names}
     refused |= {"engine": engine != "ddp" and engine, "sequence_parallel_size": geometry.sequence_parallel_size > 1}
     if used := [name for name, value in refused.items() if value]:
         raise ConfigError(f"--measure runs one process, without {' and '.join(used)}; leave out one of the two.")
@@ -54,7 +54,7 @@ def peak_bytes(settings: Mapping[str, Any], geometry: BatchGeometry, prompt: int
     changes |= {"rollout_chunk_size": geometry.generate_size, "max_completion_length": longest, "max_steps": 2}
     changes |= {"num_iterations": 2, "dynamic_sampling": False, "reward_workers": 0, "disable_dropout": True, **_QUIET}
     changes["generation_kwargs"] = {**(settings.get("generation_kwargs") or {}), "min_new_tokens": longest}
-    left_out = {*_OTHER_SIZES, *output_settings(settings)}
+    left_out = {*named("size"), *output_settings(settings)} - {"per_device_train_batch_size"}
     run = {name: value for name, value in settings.items() if name not in left_out} | changes
     command = [sys.executable, "-m", __name__, json.dumps([run, prompt, trained])]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -9,12 +9,9 @@ is the embedded demo. GRPOConfig is imported only where it is needed, because it
 from __future__ import annotations
 
 import argparse
-import ast
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +21,7 @@ from trl import ModelConfig, TrlParser
 from ..demo import EMBEDDED
 from ..errors import ConfigError, GrpoExtError, did_you_mean
 from ..rewards.registry import reward_names
-from ..settings import decides, setting
+from ..settings import decides, field_names, setting
 from .data import DataArguments
 from .stock import OURS, STOCK
 
@@ -63,15 +60,6 @@ class ScriptArguments(DataArguments):
     rerun: int | None = setting("Instead of training: run this step of the run in output_dir again (grpo-ext rerun).")
     rerun_gradients: bool = setting("Rerun: record the gradient of each completion too.", default=False)
     rerun_rewards: bool = setting("Rerun: call the reward functions again.", default=False)
-
-
-# where the fields of GRPOConfig are declared, the last one counts
-_CLASSES = {
-    "transformers.training_args": "TrainingArguments",
-    "trl.trainer.base_config": "_BaseConfig",
-    "trl.trainer.grpo_config": "GRPOConfig",
-    "grpo_ext.config": "GRPOConfig",
-}
 
 
 def kinds_of_options() -> tuple[Any, ...]:
@@ -125,20 +113,15 @@ def read_settings(
 
 
 def read_without_torch(argv: list[str]) -> dict[str, Any]:
-    """`read_settings`, with GRPOConfig's fields as they are declared in the source of its classes.
+    """`read_settings` by the table of settings, which has the names of GRPOConfig's fields; values are as in YAML.
 
-    Numbers, switches and lists have their types; all other fields are text, whatever their choices.
+    Raises:
+        ConfigError: also for a list and for a switch without its value, which only `read_settings` knows.
     """
-    types: dict[str, str] = {}
-    for module, name in _CLASSES.items():
-        package, *path = module.split(".")
-        folder = Path(str(getattr(find_spec(package), "origin", None))).parent  # found without importing it
-        tree = ast.parse(folder.joinpath(*path).with_suffix(".py").read_text())
-        body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-        types |= {ast.unparse(n.target): ast.unparse(n.annotation) for n in body if isinstance(n, ast.AnnAssign)}
-    plain = re.compile(r"(bool|int|float|list\[(int|float|str)\])( \| None)?")
-    specs = [(name, text if plain.fullmatch(text) else "str", setting("")) for name, text in types.items()]
-    return read_settings(argv, (ScriptArguments, make_dataclass("GRPOConfig", specs), ModelConfig))
+    names = field_names()
+    plain = make_dataclass("GRPOConfig", [(name, str, setting("")) for name in names])
+    read = read_settings(argv, (ScriptArguments, plain, ModelConfig))
+    return {n: yaml.safe_load(v) if isinstance(v, str) and n in names else v for n, v in read.items()}
 
 
 def _settings_in(path: str) -> dict[str, Any]:
