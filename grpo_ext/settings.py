@@ -50,7 +50,8 @@ class Row(NamedTuple):
     # "keeps": may change within a rollout batch. "unlike_trl": stock TRL would learn something else. "planned",
     # "copied", "engine": a callback may not change it, because steps, the generation_config, or engines are built with
     # it. "to_vllm": an attribute of TRL's `VLLMGeneration`. "truncates": leaves out tokens. "limit": limits ratios.
-    # "unmeasured": `plan --measure` cannot have it. "size": another name of a size. "once": not passed on to a rerun. "part": of the fingerprint, beside the settings
+    # "size": another name of a size. "once": not passed on to a rerun. "unmeasured": not in a `plan --measure`.
+    # "part": of the fingerprint, beside the settings
     marks: str = ""
     rule: Rule | None = None
 
