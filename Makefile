@@ -38,9 +38,10 @@ train: $(READY)  ## train the embedded demo (ARGS="--max_steps 50" for overrides
 train-real: $(READY)  ## teach SmolLM2-135M to add, on the CPU (ARGS="--demo last_word": another problem)
 	@$(BIN)/python recipes/grpo.py --demo sums $(ARGS)
 
-# tests that share launches stay with one worker; tests/conftest.py names these groups and puts the long ones first
+# the tests of a file share launches and trained runs: they stay with one worker. (`--dist loadgroup` would split them:
+# pytest 9.2 no longer reads where pytest-xdist 3.8 writes a group.) tests/conftest.py puts the longest files first
 WORKERS ?= 2
-PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(ENGINES)  ## run the tests: every kind of proof, a covering choice of splits (ARGS for pytest; WORKERS=0 for one process)
 	@$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)

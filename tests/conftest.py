@@ -13,8 +13,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may need a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models: a second thread costs more than it brings
 
-# where DeepSpeed is installed, Accelerate parses its metadata whenever it unwraps a model: a tenth of a tiny run
+# where DeepSpeed is installed, Accelerate parses its metadata whenever it unwraps a model: a tenth of a tiny run.
+# The log of a run begins with the versions of nine libraries
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+importlib.metadata.version = functools.cache(importlib.metadata.version)
 
 
 # the same examples everywhere
@@ -24,7 +26,6 @@ hypothesis.settings.register_profile("many", max_examples=200, **SAME)
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "xdist_group(name): tests that stay with one worker of pytest-xdist")
     hypothesis.settings.load_profile("many" if config.getoption("--full") else "some")
     if not all("tests/gpu" in path for path in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # expected values are those of a CPU, and processes are forked
@@ -35,37 +36,32 @@ def pytest_addoption(parser):
     parser.addoption("--kills", type=int, help="processes that tests/crash kills (3, with --full)")
 
 
-# files whose tests share launches or a large set-up: each stays with one worker (`--dist loadgroup` of pytest-xdist),
-# and those that take longest come first, so that none of them is left to the end
-TOGETHER = (
+# the files that take longest, each on one worker, come first, so that none of them is left to the end
+LONGEST = (
     "invariance/test_matrix",
-    "simulated/test_simulated_gpu",
-    "distributed/test_engines",
-    "recipes/test_recipe",
-    "invariance/test_ahead",
     "invariance/test_resume",
+    "recipes/test_recipe",
+    "invariance/test_sequence_parallel",
     "invariance/test_tools",
+    "distributed/test_engines",
     "invariance/test_bitwise",
+    "invariance/test_ahead",
+    "distributed/test_sequence_parallel",
+    "invariance/test_half_precision",
     "distributed/test_two_processes",
     "distributed/test_collectives",
+    "simulated/test_simulated_gpu",
+    "distributed/test_newer_trl",
+    "distributed/test_trail",
     "distributed/test_out_of_memory",
-    "invariance/test_half_precision",
     "invariance/test_reward_workers",
     "packaging/test_wheel",
-    "parity/test_harness",
 )
-# and then files of long tests, which any worker takes
-LONG = ("trainer/test_images", "unit/rewards/test_workers", "unit/tools/test_check")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    places = {f"tests/{name}.py": place for place, name in enumerate((*TOGETHER, *LONG))}
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
-    for item in items:
-        file = item.nodeid.split("::")[0]
-        if places.get(file, len(places)) < len(TOGETHER):
-            item.add_marker(pytest.mark.xdist_group(file))
     if config.getoption("--full"):
         return
     # by the marker: a folder of that name is among an item's keywords too
@@ -98,9 +94,10 @@ def lasting(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def stock_results(lasting):
-    from tests.support import kept  # imports torch, which takes seconds where nothing else needs it
+    from tests.support import kept, spared  # import torch, which takes seconds where nothing else needs it
 
     kept.folder = lasting("stock")
+    spared.spare()
 
 
 @pytest.fixture(autouse=True)

@@ -168,12 +168,12 @@ class ForwardChoice:
 
     def _why_refused(self, form: Form, batches: Sequence[RowsAlone], problem: str | None = None) -> str | None:
         """The first reason of any process against a form: a `problem` with the rows, or what a comparison finds."""
-        reason = problem
         for draws in DRAWS:
             with raise_on_all("the comparison of two forms", self.sharded):
                 try:
-                    reasons = (why_form_fails(form, a, self.checkpointing_kwargs, self.group, draws) for a in batches)
-                    reason = problem or next(filter(None, reasons), None)
+                    # every batch, so that all processes run the same number of forwards
+                    compared = () if problem else batches
+                    reasons = [why_form_fails(form, a, self.checkpointing_kwargs, self.group, draws) for a in compared]
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
                         raise
@@ -184,6 +184,6 @@ class ForwardChoice:
                     raise MemoryShortageError(
                         f"comparing two forms of the forward ran out of memory ({first_line}); {remedy}."
                     ) from None
-            if (reason := next(filter(None, gather_lists([reason])), None)) is None:
+            if (reason := next(filter(None, gather_lists([problem, *reasons])), None)) is None:
                 break
         return reason

@@ -1,8 +1,9 @@
 """Compares a form of the forward with rows that run alone: a few completions, on which modules have to agree.
 
 Runs before training begins (forward.choice), on rows made for that. Log-probabilities are not enough: in
-half precision a deep model amplifies rounding until it hides ignored positions. The rounding is measured: the rows
-run again with every module's output off by a unit in the last place.
+half precision a deep model amplifies rounding until it hides ignored positions. Where outputs differ by more than the
+unit of the arithmetic, the rounding is measured: the rows run again with every module's output off by a unit in the
+last place.
 """
 
 import functools
@@ -34,8 +35,9 @@ from .rows import TokenRows
 LIMIT = 4.0  # times the rounding; healthy models reach 0.4 on the rows made here, a planted fault 22 and more
 _CHANNELS = 64  # of a module's output that are compared, at most
 _BATCHES = {"packed": "a pack", "prefix": "completions after a cached prompt", "padded": "a padded batch"}
-# perturbed runs that the rounding is estimated from; more before a refusal, as some routers rarely change an expert
-DRAWS = (2, 8)
+# perturbed runs that the rounding is estimated from: none where the unit of the arithmetic already covers it, and more
+# before a refusal, as some routers rarely change an expert
+DRAWS = (0, 2, 8)
 PADDINGS = (1, 7, 64)  # columns before all prompts, in batches of short rows
 
 # made rows: a further batch is longer than a window of attention up to this width. A model that makes the mask of a
@@ -92,7 +94,7 @@ class RowsAlone:
             errors = ((place, values - outputs[place]) for place, values in perturbed.items())
             self._drawn.append({place: _size(error.nan_to_num(0, 0, 0)) for place, error in errors})
         return {
-            place: max(unit * _size(values), *(sizes.get(place, 0.0) for sizes in self._drawn))
+            place: max([unit * _size(values), *(sizes.get(place, 0.0) for sizes in self._drawn)])
             for place, values in outputs.items()
         }
 
@@ -122,7 +124,7 @@ def why_form_fails(
     alone: RowsAlone,
     checkpointing_kwargs: dict[str, Any] | None = None,  # of the run's gradient checkpointing; None without it
     group: SequenceGroup | None = None,  # whose members share the tokens of a pack
-    draws: int = DRAWS[0],
+    draws: int = DRAWS[1],
 ) -> str | None:
     """The reason why a model does not run a form, as a clause; None where its modules' outputs agree with rows alone.
 

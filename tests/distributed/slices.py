@@ -171,9 +171,9 @@ def exchanges(group: SequenceGroup) -> dict[str, Any]:
     return found
 
 
-def saved_of_completion(group: SequenceGroup | None, tokens: int = 4096) -> int:
+def saved_of_completion(group: SequenceGroup | None, tokens: int = 1024) -> int:
     """Bytes that autograd saves in a forward of one completion, weights left out."""
-    policy = scoring("llama", max_position_embeddings=8192).train()
+    policy = scoring("llama", max_position_embeddings=2048).train()
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     saved: dict[int, Any] = {}
 

@@ -1,17 +1,17 @@
 """A rehearsal of a newer TRL: the installed one, copied with additions. Each trains, or is refused by its name."""
 
+import importlib.util
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import trl
 
-from tests.support.forks import ROOT
-from tests.support.launch import environment, launcher
+from grpo_ext import GRPOTrainer, compat
+from grpo_ext.errors import ContractError
+from tests.support.launch import two_processes
 
 SCRIPT = Path(__file__).with_name("newer_trl.py")
 # by file, texts and what takes their places
@@ -38,24 +38,31 @@ ADDITIONS: dict[str, dict[str, str]] = {
     },
 }
 VALUES = {
-    "generation/vllm_generation.py": {
-        "return prompt_ids, completion_ids, logprobs, logprob_token_ids": (
-            "return prompt_ids, completion_ids, logprobs, logprob_token_ids, added_values"
-        )
-    }
+    "return prompt_ids, completion_ids, logprobs, logprob_token_ids": (
+        "return prompt_ids, completion_ids, logprobs, logprob_token_ids, added_values"
+    )
 }
 
 
-def copied(folder: Path, additions: dict[str, dict[str, str]]) -> str:
-    """PYTHONPATH of a copy of TRL with additions."""
-    shutil.copytree(Path(trl.__file__).parent, folder / "trl", ignore=shutil.ignore_patterns("__pycache__"))
-    for name, replaced in additions.items():
-        text = (folder / "trl" / name).read_text()
-        for old, new in replaced.items():
-            assert old in text, f"TRL's {name} has no {old!r} any more: the rehearsal needs another place"
-            text = text.replace(old, new)
-        (folder / "trl" / name).write_text(text)
-    return f"{folder}:{ROOT}"
+def added_to(name: str, replaced: dict[str, str]) -> str:
+    """A file of TRL with additions."""
+    text = (Path(trl.__file__).parent / name).read_text()
+    for old, new in replaced.items():
+        assert old in text, f"TRL's {name} has no {old!r} any more: the rehearsal needs another place"
+        text = text.replace(old, new)
+    return text
+
+
+# a forked process has imported the installed one
+START = """
+import runpy, sys
+folder, script = sys.argv[1:]
+for name in [name for name in sys.modules if name.split(".")[0] in ("trl", "grpo_ext", "tests")]:
+    del sys.modules[name]
+sys.path.insert(0, folder)
+sys.argv = [script, f"{folder}/out"]
+runpy.run_path(script, run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +70,13 @@ def rehearsed(tmp_path_factory) -> tuple[list[dict[str, str]], str]:
     """By process, what became of each addition; and the console of both."""
     folder = tmp_path_factory.mktemp("newer")
     (folder / "out").mkdir()
-    command = [*launcher(2), str(SCRIPT), str(folder / "out")]
-    done = subprocess.run(
-        command, env=environment(PYTHONPATH=copied(folder, ADDITIONS)), capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / "out" / f"{rank}.json").read_text()) for rank in (0, 1)], done.stdout + done.stderr
+    (folder / "start.py").write_text(START)
+    shutil.copytree(Path(trl.__file__).parent, folder / "trl")
+    for name, replaced in ADDITIONS.items():
+        (folder / "trl" / name).write_text(added_to(name, replaced))
+    status, output = two_processes(folder / "start.py", str(folder), str(SCRIPT))
+    assert status == 0, output[-3000:]
+    return [json.loads((folder / "out" / f"{rank}.json").read_text()) for rank in (0, 1)], output
 
 
 KNOWN = {
@@ -95,11 +103,13 @@ def test_one_process_warns_once_of_versions_that_were_not_tested(rehearsed):
     assert "added_output" in console
 
 
-def test_a_value_more_of_vllms_generation_is_refused_when_a_trainer_is_built(tmp_path):
-    path = copied(tmp_path, VALUES)
-    code = "from grpo_ext import GRPOTrainer, compat; compat.verify_overrides(GRPOTrainer)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=300
-    )
-    returned = "(prompt_ids, completion_ids, logprobs, logprob_token_ids, added_values)"
-    assert f"generate returns {returned}, not 4 values" in done.stderr
+def test_a_value_more_of_vllms_generation_is_refused_when_a_trainer_is_built(tmp_path, monkeypatch):
+    changed = tmp_path / "vllm_generation.py"
+    changed.write_text(added_to("generation/vllm_generation.py", VALUES))
+    spec = importlib.util.spec_from_file_location("trl.generation.changed", changed)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(compat, "VLLMGeneration", module.VLLMGeneration)
+    returned = r"\(prompt_ids, completion_ids, logprobs, logprob_token_ids, added_values\)"
+    with pytest.raises(ContractError, match=rf"generate returns {returned}, not 4 values"):
+        compat.verify_overrides.__wrapped__(GRPOTrainer)

@@ -11,6 +11,7 @@ import grpo_ext.tools.check.worker
 import tests.support.cases
 import tests.support.forks
 import tests.support.kills  # noqa: F401
+from tests.support.spared import spare
 
 assert grpo_ext.GRPOConfig
 assert grpo_ext.GRPOTrainer
@@ -18,5 +19,7 @@ if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed  # noqa: F401  Accelerate looks into it as soon as it is installed
 
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in tests/conftest.py
+importlib.metadata.version = functools.cache(importlib.metadata.version)
+spare()
 gc.collect()
 gc.freeze()  # Accelerate collects garbage whenever a run begins; also, pages that are shared stay shared

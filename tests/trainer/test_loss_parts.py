@@ -58,11 +58,11 @@ class MadeAnew(Loss):
 
 WHOLES: list[Any] = [
     (Parts, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}),
-    (Parts, {"loss_type": "sapo"}),
+    pytest.param(Parts, {"loss_type": "sapo"}, marks=pytest.mark.full),
     (Parts, {"loss_type": "bnpo", "entropy_coef": 0.5}),
     (Parts, {"loss_type": "grpo", "top_entropy_quantile": 0.4}),
     (Parts, {"loss_type": "grpo", "kind": "moe", "router_aux_loss_coef": 1.0}),
-    (Parts, {"loss_aggregation": "prompt_mean"}),
+    pytest.param(Parts, {"loss_aggregation": "prompt_mean"}, marks=pytest.mark.full),
     (Summed, {"loss_type": "dapo"}),
     (Reversed, {"loss_type": "bnpo", "top_entropy_quantile": 0.4}),
     (MadeAnew, {"loss_type": "grpo", "num_iterations": 2, "beta": 0.1}),
@@ -139,7 +139,7 @@ PARTS: list[Any] = [
     (Weighted, {"loss_type": "grpo"}),
     (FirstToken, {"loss_type": "bnpo", **BONUS}),
     (OtherIds, {"loss_type": "dapo", **BONUS}),
-    (OtherIds, {"loss_type": "grpo", "forward": "padded"}),
+    pytest.param(OtherIds, {"loss_type": "grpo", "forward": "padded"}, marks=pytest.mark.full),
 ]
 
 

@@ -92,7 +92,7 @@ def test_the_update_is_that_of_plain_transformers_in_float64(tmp_path, settings)
     [
         ("llama", {"rollout_lag": 1, "max_steps": 4}),
         ("llama", {**FILTERED, "rollout_batch_size": 32, "forward": "prefix"}),
-        ("gpt2", {"mask_truncated_completions": True, "beta": 0.1}),
+        pytest.param("gpt2", {"mask_truncated_completions": True, "beta": 0.1}, marks=pytest.mark.full),
         ("moe", {"model": "moe", "routing_replay": True}),  # which routes by itself
     ],
     ids=str,

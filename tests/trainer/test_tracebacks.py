@@ -1,6 +1,6 @@
 """The traceback of a deliberate error: the frames of the user alone, those of a reward function too."""
 
-import subprocess
+import re
 import sys
 import traceback
 
@@ -10,8 +10,8 @@ from nbclient import NotebookClient
 from trl.rewards import think_format_reward
 
 from grpo_ext.errors import GrpoExtError, RewardError
-from tests.support.launch import ROOT, environment
-from tests.trainer.mistakes import MISTAKES, failing, run
+from tests.support.forks import ROOT, python
+from tests.trainer.mistakes import MISTAKES, run
 
 INSIDE = ("site-packages/", "grpo_ext/trainer.py", "grpo_ext/config.py")
 
@@ -30,6 +30,9 @@ def test_a_mistake_ends_in_one_sentence_and_the_frames_of_the_user(name, tmp_pat
 
 
 def test_the_traceback_of_a_reward_function_in_a_process_of_its_own_stays(tmp_path):
+    def failing(completions, **_):
+        return [completions[0].score]
+
     with pytest.raises(GrpoExtError) as caught:
         run(tmp_path, reward=failing, reward_workers=1)
     assert "[0].score" in "".join(traceback.format_exception(caught.value))
@@ -65,28 +68,43 @@ def test_odd_causes_of_a_reward_error(tmp_path, reward, settings, shown):
 
 
 def ended(name, folder, **variables):
-    command = [sys.executable, "-m", "tests.trainer.mistakes", name, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=300)
+    """What a process shows below the frames of runpy, whether it was forked or not."""
+    done = python("-m", "tests.trainer.mistakes", name, folder, **variables)
     assert done.returncode == 1
-    return done.stderr[done.stderr.index("Traceback") :]
+    return done.stderr[done.stderr.index("Traceback") :].rpartition("runpy>")[2]
 
 
 def test_a_script_shows_its_own_lines_and_a_variable_brings_back_all(tmp_path):
     shown = ended("a column", tmp_path / "a")
     assert not any(path in shown for path in INSIDE), shown
-    assert len(shown.splitlines()) <= 11, "the script's two frames below runpy's"
+    assert re.findall(r'File ".*/(\w+)\.py", line \d+, in (\S+)', shown) == [
+        ("mistakes", "<module>"),
+        ("mistakes", "run"),
+    ]
     whole = ended("a column", tmp_path / "b", GRPO_EXT_TRACEBACK="full")
     assert "grpo_ext/trainer.py" in whole
     assert whole.splitlines()[-1] == shown.splitlines()[-1]
 
 
+CELL = "from grpo_ext import GRPOConfig\n\nGRPOConfig('out', global_batchsize=8)"
+
+
+def check_cell(shown):
+    assert "did you mean 'global_batch_size'?" in shown.splitlines()[-1]
+    assert "GRPOConfig('out', global_batchsize=8)" in shown.replace("\x1b[39m", "") or "line 3" in shown
+    assert not any(path in shown for path in INSIDE), shown
+
+
+def test_a_cell_shows_itself_and_the_sentence(tmp_path):
+    script = tmp_path / "shell.py"
+    script.write_text(f"from IPython import InteractiveShell\nInteractiveShell(colors='nocolor').run_cell({CELL!r})")
+    check_cell(python(script, IPYTHONDIR=str(tmp_path)).stdout.strip())
+
+
+@pytest.mark.full  # a kernel that imports the libraries
 def test_a_notebook_shows_the_cell_and_the_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    cell = nbformat.v4.new_code_cell("from grpo_ext import GRPOConfig\n\nGRPOConfig('out', global_batchsize=8)")
-    notebook = nbformat.v4.new_notebook(cells=[cell])
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     NotebookClient(notebook, timeout=300, allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}).execute()
     [shown] = [output.traceback for output in notebook.cells[0].outputs if output.output_type == "error"]
-    assert "did you mean 'global_batch_size'?" in shown[-1]
-    text = "\n".join(shown)
-    assert "GRPOConfig('out', global_batchsize=8)" in text.replace("\x1b[39m", "") or "line 3" in text
-    assert not any(path in text for path in INSIDE), text
+    check_cell("\n".join(shown))
