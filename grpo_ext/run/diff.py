@@ -84,7 +84,9 @@ def diff(one: str | Path, other: str | Path) -> Comparison:
 
 
 def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
-    begins = sorted({1, *(step + 1 for run in (a, b) for step in run.record.resumed_from)})
+    last = max({*a.record.trained} & {*b.record.trained}, default=1)
+    resumed = {step + 1 for run in (a, b) for step in run.record.resumed_from if step < last}
+    begins = sorted({1, *resumed})
     settings, besides = (_of_starts(a, b, begins, kind) for kind in (RunOnDisk.settings, RunOnDisk.besides))
     notes = [f"{title}: {listed(c)}" for title, c in (("Settings", settings), ("Besides the settings", besides)) if c]
     if sizes := next(((a.size(step), b.size(step)) for step in begins if a.size(step) != b.size(step)), None):
