@@ -386,11 +386,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             ending.callback(self._keeper.release_folder)
             ending.callback(self._rollouts.worker.rewards.kill_workers)
             checkpoint = self._keeper.begin(resume_from_checkpoint)
-            threads = divide_threads(self.args, self.accelerator.device)
-            self._rollouts.begin(threads.sampling)
+            threads, sampling_threads = divide_threads(self.args, self.accelerator.device)
+            self._rollouts.begin(sampling_threads)
             warn_before_training(self._view, self._rollouts, self._uncovered)
             dropout = keyed_dropout(base_model_of(self.model), strict=not self.args.allow_split_dependent)
-            with pinned(self.args.pinned_threads), computing_with(threads.training), dropout:
+            with pinned(self.args.pinned_threads), computing_with(threads), dropout:
                 if not self._forwards.sharded:  # else the loop prepares the models first
                     self._forwards.choose_forms(self._view.models)
                 with self._keeper.running(checkpoint), contextlib.closing(self._rollouts):

@@ -20,7 +20,7 @@ THRESHOLD = "eval_pass_threshold"  # the setting, and a keyword of estimators
 EPSILON = 1e-4  # TRL's guard against a zero standard deviation
 
 
-def nan_mean(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def nan_mean(x: torch.Tensor, dim: int | None) -> torch.Tensor:
     """The mean of entries that are not NaN; keeps dimensions. Of equal numbers it is that number, without rounding."""
     unknown, dims = torch.isnan(x), () if dim is None else (dim,)
     low = x.masked_fill(unknown, torch.inf).amin(dims, keepdim=True)
@@ -97,7 +97,7 @@ def max_rl(rewards_PG: torch.Tensor) -> torch.Tensor:
 
     A ConfigError for a negative reward: the mean stands for the probability of success.
     """
-    if bool((rewards_PG < 0).any()):
+    if (rewards_PG < 0).any():
         raise ConfigError(
             "advantage_estimator='max_rl' divides by the mean reward of a group, and a reward is "
             f"{float(rewards_PG.nan_to_num().min()):g}; return rewards of 0 or more, or use 'group_centered'."

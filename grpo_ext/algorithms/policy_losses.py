@@ -94,7 +94,7 @@ def check_policy_loss(name: str, per_token: bool = False) -> None:
                 f"policy loss {name!r} failed on log-probabilities of shape {tuple(mask.shape)}, or has no gradient "
                 f"with respect to them ({error}); it takes four tensors and returns one."
             ) from error
-        if not bool(loss.isfinite().all()):
+        if not loss.isfinite().all():
             raise ConfigError(
                 f"policy loss {name!r} is not finite on padding, or on a completion whose mask is zero (it carries no "
                 "loss); divide by mask.sum(1, keepdim=True).clamp(min=1)."
@@ -110,7 +110,7 @@ def check_policy_loss(name: str, per_token: bool = False) -> None:
                 f"and {among[0].tolist()} beside others (or their gradients differ). Compute each token from its own "
                 "row, and leave means to loss_aggregation."
             )
-    if POLICY_LOSSES[name][1] and bool(terms(slice(0, 4), (0.0,) * 4).any()):
+    if POLICY_LOSSES[name][1] and terms(slice(0, 4), (0.0,) * 4).any():
         raise ConfigError(
             f"policy loss {name!r} was registered with zero_at_zero_advantage=True, but completions with advantage "
             "zero add to it; leave that out, so that they run."

@@ -74,8 +74,8 @@ class StepRows(Sequence[dict[str, Any]]):
 
 
 @functools.lru_cache(maxsize=4)
-def prompt_order(num_prompts: int, seed: int, epoch: int, shuffle: bool = True) -> Sequence[int]:
-    return _shuffled(num_prompts, seed, ORDER_STREAM, epoch) if shuffle else range(num_prompts)
+def prompt_order(num_prompts: int, seed: int, epoch: int) -> Sequence[int]:
+    return _shuffled(num_prompts, seed, ORDER_STREAM, epoch)
 
 
 def _shuffled(count: int, *key: int) -> list[int]:
@@ -181,9 +181,11 @@ class StepDataset(_OverPrompts, Dataset):
         return self.rule.rows(further, self.prompts, chosen)
 
     def _order(self, request: RolloutRequest) -> Sequence[int]:
-        return prompt_order(len(self.prompts), self.seed, request.epoch, self.shuffle)
+        count = len(self.prompts)
+        return prompt_order(count, self.seed, request.epoch) if self.shuffle else range(count)
 
 
+@dataclass(eq=False)
 class StepStream(_OverPrompts, IterableDataset):
     """Every process reads the whole stream and keeps its part of each rollout batch.
 
@@ -191,8 +193,10 @@ class StepStream(_OverPrompts, IterableDataset):
     steps resumes at the same place.
     """
 
-    def __init__(self, stream: Any, geometry: BatchGeometry, rule: ProcessSlices, drop_last: bool) -> None:
-        self.stream, self.geometry, self.rule, self.drop_last = stream, geometry, rule, drop_last
+    stream: Any
+    geometry: BatchGeometry
+    rule: ProcessSlices
+    drop_last: bool
 
     def __iter__(self) -> Iterator[StepRows]:
         for epoch in itertools.count():

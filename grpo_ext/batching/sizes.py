@@ -115,7 +115,7 @@ class BatchGeometry:
         """Micro-batches of a process in a rollout batch: TRL sizes vLLM's queue by this many."""
         return ceil_div(ceil_div(self.rollout_batch_size, self.num_processes), self.micro_batch_size)
 
-    def chunk_sizes(self, group: int, batching: RowBatching = "any") -> ChunkSizes:
+    def chunk_sizes(self, group: int, batching: RowBatching) -> ChunkSizes:
         """For groups of this size: an evaluation may have another than training."""
         call = self.generate_size if self.together else self.rollout_chunk_size
         chunk, call = (max(1, rows // group) * group for rows in (self.rollout_chunk_size, call))

@@ -37,7 +37,7 @@ class PackRefused(ModelError):
     """The model's attention does not follow the layout of a pack: completions would see each other."""
 
 
-def split_is_cheaper(group: PackedGroup, device: torch.device, half: bool = False) -> bool:
+def split_is_cheaper(group: PackedGroup, device: torch.device, half: bool) -> bool:
     """Whether attention by segments costs less than one dense masked call; both counted in (query, key) pairs.
 
     In `half` precision the two round differently, so a part of a group is decided like the whole group.

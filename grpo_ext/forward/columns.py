@@ -35,11 +35,11 @@ class Column:
     # what a row has a value for: tokens of the prompt, of the completion or of both, ids that the completion's tokens
     # were sampled from, or the row itself
     extent: Literal["prompt", "completion", "both", "kept", "row"]
-    dtype: torch.dtype | None = None  # in memory, between processes and in checkpoints; None: as it was made
+    # in memory, between processes and in checkpoints; None: as it was made. A mask (bool) that a process, or a user's
+    # override, leaves out is 1 on all tokens
+    dtype: torch.dtype | None = None
     fill: float | None = 0.0  # of padding in TRL's dictionary; None: the padding token
     neutral: float = 0.0  # of tokens of tools and environments; unknown floats of the model's tokens are NaN
-    absent: float | None = None  # of all tokens where a process, or a user's override, left the column out
-    sent: bool = True  # between processes; a rollout batch has it
     trl: bool = True  # in TRL's dictionary
     loss: bool = False  # read by the loss
     of_rows: bool = False  # a row may have one value instead of one for each token
@@ -47,11 +47,11 @@ class Column:
 
 COLUMNS: dict[str, Column] = {
     PROMPT_IDS: Column("prompt", torch.int32, fill=None),
-    PROMPT_MASK: Column("prompt", torch.bool, absent=1),  # 1 where attention sees the token
+    PROMPT_MASK: Column("prompt", torch.bool),  # 1 where attention sees the token
     COMPLETION_IDS: Column("completion", torch.int32, fill=None),
-    COMPLETION_MASK: Column("completion", torch.bool, absent=1, loss=True),  # as `prompt_mask`
+    COMPLETION_MASK: Column("completion", torch.bool, loss=True),  # as `prompt_mask`
     # 0 on tokens of tools and environments, which carry no loss
-    TOOL_MASK: Column("completion", torch.bool, fill=1, absent=1, loss=True),
+    TOOL_MASK: Column("completion", torch.bool, fill=1, loss=True),
     ADVANTAGES: Column("completion", loss=True, of_rows=True),
     # log-probabilities of the policy that sampled, the reference, the teacher, and the inference engine
     **{name: Column("completion", loss=True) for name in (*MODEL_LOGPS.values(), SAMPLING_LOGPS)},
@@ -59,7 +59,7 @@ COLUMNS: dict[str, Column] = {
     RATIO: Column("completion", fill=1, loss=True, of_rows=True),
     # what the sampler recorded: log-probabilities after every filter, and the probability that the filters had kept
     SAMPLER_LOGPS: Column("completion", trl=False, loss=True),
-    KEPT_MASS: Column("completion", neutral=1, sent=False, trl=False),
+    KEPT_MASS: Column("completion", neutral=1, trl=False),
     # ids of each token. 0: the whole vocabulary; -m: all but the m-th suppressed set (forward.sampling_masks)
     KEPT_COUNTS: Column("completion", torch.int32, trl=False),
     KEPT_IDS: Column("kept", torch.int32, trl=False),
@@ -67,8 +67,8 @@ COLUMNS: dict[str, Column] = {
     # of a model that takes images, the bytes of a file with all that a completion shows; equal ones share one object
     ROW_IMAGES: Column("row"),
     # made for a forward: whether attention sees the token, and a key for its dropout (algorithms.keyed_random)
-    ATTENDED: Column("both", torch.bool, sent=False, trl=False),
-    DROPOUT: Column("both", torch.int64, sent=False, trl=False),
+    ATTENDED: Column("both", torch.bool, trl=False),
+    DROPOUT: Column("both", torch.int64, trl=False),
 }
 
 

@@ -111,5 +111,4 @@ def _drop(name: str, strict: bool, below: Callable[..., Any], module: Any, input
     call = carried.calls.get(name, 0)
     carried.calls[name] = call + 1
     keys_N = keys_BL.flatten().to(input.device)
-    output: torch.Tensor = _Masked.apply(input, keys_N, _module_key(name, call), module.p)
-    return output
+    return _Masked.apply(input, keys_N, _module_key(name, call), module.p)

@@ -74,7 +74,7 @@ def _prepared(model: Any, view: TrainerView) -> Any:
     """A model with the weights of the main process and this package's head, in the wrapper of an engine."""
     accelerator = view.accelerator
     if not is_partitioned(model):
-        copy_from_main_process(model, accelerator.device)
+        copy_from_main_process(model)
     keep_4bit_weights(model)
     install(base_model_of(model), view.temperature, view.args.cast_lm_head_to_fp32)
     if view.is_deepspeed_enabled:

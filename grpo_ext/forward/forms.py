@@ -20,7 +20,7 @@ from ..batching.micro_batches import Form
 from ..batching.packing import build_pack, group_runs
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
-from .architecture import base_model_of, layer_kinds
+from .architecture import base_model_of, experts_per_token, layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, joint_parts_by_window, packed_attention, plain_attention
 from .columns import ATTENDED, DROPOUT, EXPERTS, KEPT_COUNTS, KEPT_IDS
 from .images import TOKEN_TYPES
@@ -80,7 +80,7 @@ class FormBatch:
     # on the CPU: the place of each token of the flattened batch among the tokens of all rows; -1 for padding, but a
     # pack is filled up with the first token
     source_N: torch.Tensor
-    slice: TokenSlice | None = None  # of a pack over several processes: tensors above are of this process's tokens
+    slice: TokenSlice | None  # of a pack over several processes: tensors above are of this process's tokens
 
 
 def lay_out(
@@ -149,7 +149,8 @@ def run_batch(model: Callable[..., Any], batch: FormBatch) -> LogProbs:
         logps_S, entropies_S = [*batch.slice.gathered(torch.stack(values, dim=1)).unbind(1), None][:2]
     routing = batch.targets.routing
     replayed = None if routing is None else routing.experts_NC
-    router = RouterOutput(routers, batch.counts_BL, group, replayed) if routers else None
+    top_k = experts_per_token(policy)
+    router = RouterOutput(routers, batch.counts_BL, top_k, group, replayed) if routers else None
     return LogProbs(logps_S, logps_S.new_empty(0) if entropies_S is None else entropies_S, router, routing)
 
 
@@ -199,9 +200,8 @@ def _sliced(layout: _Layout, group: SequenceGroup) -> tuple[_Layout, TokenSlice]
 def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int, left: int) -> _Layout:
     ids, mask, width = rows.padded(multiple, left)
     prompt = ids.size(1) - width
-    runs = [range(first, min(stop, len(rows))) for first, stop in group_runs(rows.same_prompt)]
-    first_G = torch.tensor([run.start for run in runs])
-    prompt_B = torch.repeat_interleave(torch.tensor([len(run) for run in runs]))
+    firsts = [first for first, _ in group_runs(rows.same_prompt)]
+    first_G, prompt_B = torch.tensor(firsts), torch.tensor(rows.runs_B)
     # a completion's last token predicts nothing, but a router's statistics count it. Some layers take only one column
     # for a step of decoding, in which they change their cache
     columns = max(width if with_router else width - 1, 2)
@@ -210,7 +210,7 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int, left
     places = rows.image_inputs(range(len(rows)), ids, pixels=False)
     position = positions_of(policy, ids, mask, places)
     inputs: dict[str, Any] = {"input_ids": ids[first_G, :prompt], "attention_mask": mask[first_G, :prompt]}
-    images = rows.image_inputs([run.start for run in runs], inputs["input_ids"])
+    images = rows.image_inputs(firsts, inputs["input_ids"])
     inputs |= images
     if position is not None:
         inputs["position_ids"] = position[..., first_G, :prompt]
@@ -221,11 +221,11 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int, left
     inputs[PREFIX]["instead"] = dict.fromkeys(images) | types
     # the last token of the prompt predicts the first of a completion; each other token is predicted by the one before
     before_BT = torch.arange(-1, width - 1) + torch.arange(len(rows))[:, None] * columns
-    before_BT += len(runs) * prompt
+    before_BT += len(firsts) * prompt
     before_BT[:, 0] = prompt_B * prompt + prompt - 1
     targets = mask[:, prompt : prompt + width].bool()
     # a prompt counts once for each of its completions
-    times_G1 = torch.bincount(prompt_B, minlength=len(runs))[:, None]
+    times_G1 = torch.bincount(prompt_B)[:, None]
     counts = [inputs["attention_mask"] * times_G1, mask[:, prompt : prompt + columns]]
     source_BL = _sources(mask)
     source = [source_BL[first_G, :prompt], source_BL[:, prompt : prompt + columns]]

@@ -25,7 +25,7 @@ from .carried import Carried, carrying
 from .prefix_cache import Continuation, run_after_prompts
 from .routing import Routing
 from .sampling_masks import SamplingMasks
-from .tiled_log_probs import LogitTransform, gathered, tiled_log_probs
+from .tiled_log_probs import LogitTransform, TiledLogProbs, gathered
 
 # keywords that carry a `Targets`, and a `Continuation`, through the wrapped model to its forward
 TARGETS, PREFIX = "grpo_ext_targets", "grpo_ext_prefix"
@@ -69,11 +69,11 @@ def log_probs(
     # in bitwise mode torch refuses kernels whose bits change from run to run, but it does not know Triton's
     open_to_triton = hidden_SH.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
     # the kernel's entropy is NaN with banned tokens, whose logit is -inf
-    plain = plain and not (bias_V is not None and bool(bias_V.isneginf().any()))
+    plain = plain and not (bias_V is not None and bias_V.isneginf().any())
     if open_to_triton and plain and (kernel := triton_head()) is not None:
         settings = (transform.temperature, _KERNEL_COLUMNS, transform.cap, transform.scale)
         return kernel(hidden_SH, weight_VH, bias_V, targets_S, *settings, ("entropy",) if with_entropy else ())[:2]
-    return tiled_log_probs(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, masks)
+    return TiledLogProbs.apply(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, masks)
 
 
 class RouterOutput(NamedTuple):
@@ -84,19 +84,20 @@ class RouterOutput(NamedTuple):
 
     logits: tuple[torch.Tensor, ...]
     counts_BL: torch.Tensor
-    group: SequenceGroup | None = None  # whose members hold the logits of other tokens
-    experts_NC: torch.Tensor | None = None  # those of `Routing` that were replayed
+    top_k: int  # experts per token
+    group: SequenceGroup | None  # whose members hold the logits of other tokens
+    experts_NC: torch.Tensor | None  # those of `Routing` that were replayed
 
-    def statistics(self, top_k: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def statistics(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """`router_statistics` of the whole forward."""
-        chosen, probs, rows = router_statistics(self.logits, self.counts_BL, top_k, self.experts_NC)
+        chosen, probs, rows = router_statistics(self.logits, self.counts_BL, self.top_k, self.experts_NC)
         if self.group is None:
             return chosen, probs, rows
         total = self.group.total(torch.cat([chosen, chosen.new_tensor([rows])]))
         return total[:-1], self.group.total(probs), int(total[-1])
 
-    def aux_loss(self, top_k: int) -> torch.Tensor:
-        chosen, probs, rows = self.statistics(top_k)
+    def aux_loss(self) -> torch.Tensor:
+        chosen, probs, rows = self.statistics()
         return load_balancing_loss(probs, (chosen / max(rows, 1)).to(probs), rows)
 
 

@@ -40,10 +40,6 @@ class Router:
     def width(self) -> int:
         return self.columns.stop - self.columns.start
 
-    def is_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> bool:
-        """Some routers call `topk` for groups of experts first."""
-        return scores.dim() == 2 and scores.size(1) == self.experts and chosen.size(1) == self.width
-
 
 class Routing:
     """The experts of a forward's tokens, to record or replay; not a dataclass: FSDP copies dataclass arguments."""
@@ -62,7 +58,7 @@ class Routing:
         self._recorded: dict[int, dict[int, torch.Tensor]] = {}
         self._counted: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def counts(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def counts(self) -> torch.Tensor:
         """Replayed choices where the live router would have chosen other experts, and all of them.
 
         One for each router and token, weighted by `counts_N`.
@@ -70,8 +66,7 @@ class Routing:
         device = None if self.counts_N is None else self.counts_N.device
         pairs = [torch.zeros(2, dtype=torch.long, device=device), *map(torch.stack, self._counted.values())]
         counted = torch.stack(pairs).sum(0)
-        changed, replayed = counted if self.group is None else self.group.total(counted)
-        return changed, replayed
+        return counted if self.group is None else self.group.total(counted)
 
     def choose(self, router: Router, first: int, scores_NX: torch.Tensor, live: Any) -> Any:
         """Values and experts (N, K) that replace `topk`'s result `live`; `first`: the number of the first token."""
@@ -106,7 +101,12 @@ class _Choice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func not in _CHOICES or not self.router.is_choice(args[0], output[1]):
+        # some routers call `topk` for groups of experts first
+        if (
+            func not in _CHOICES
+            or args[0].shape[1:] != (self.router.experts,)
+            or output[1].size(1) != self.router.width
+        ):
             return output
         return self.routing.choose(self.router, self.first, args[0], output)
 
@@ -210,7 +210,7 @@ def _verify(module: Any) -> None:
         if returned is None or not torch.equal(expected.sort(1).values, returned.sort(1).values):
             raise _unknown(f"{name} returns experts that differ from those {what}")
     weights = [output for output in replayed if output.is_floating_point() and output.shape == others.shape]
-    if any(bool((weights_NK == 0).any()) for weights_NK in weights):
+    if any((weights_NK == 0).any() for weights_NK in weights):
         raise _unknown(f"{name} gives no weight to experts outside the groups that it chooses first")
 
 
@@ -223,6 +223,6 @@ def _experts_in(outputs: Any, router: Router) -> torch.Tensor | None:
             return tensor
     for tensor in tensors:
         chosen_NX = tensor != 0
-        if tensor.shape[1:] == (router.experts,) and bool((chosen_NX.sum(1) == width).all()):
+        if tensor.shape[1:] == (router.experts,) and (chosen_NX.sum(1) == width).all():
             return chosen_NX.nonzero()[:, 1].view(-1, width)
     return None

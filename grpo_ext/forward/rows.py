@@ -47,7 +47,7 @@ class TokenRows:
         real = torch.cat([before, after], dim=1)
         rows = cls(input_ids[real], before.sum(1).tolist(), after.sum(1).tolist(), same, images)
         attended_N = attended[real]
-        return rows if bool(attended_N.all()) else rows.having(ATTENDED, attended_N)
+        return rows if attended_N.all() else rows.having(ATTENDED, attended_N)
 
     @classmethod
     def joined(cls, parts: Sequence[TokenRows]) -> TokenRows:
@@ -117,7 +117,7 @@ class TokenRows:
         """Consecutive rows."""
         first, last, starts = rows[0], rows[-1] + 1, self.starts_B
         columns = {name: column.select(range(first, last)) for name, column in self.columns.items()}
-        if ATTENDED in columns and bool(columns[ATTENDED].values.all()):
+        if ATTENDED in columns and columns[ATTENDED].values.all():
             del columns[ATTENDED]
         return TokenRows(
             self.ids_N[starts[first] : starts[last]],

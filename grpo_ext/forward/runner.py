@@ -28,7 +28,7 @@ from ..runtime.collectives import gather_in_group, gather_lists, max_over_proces
 from ..runtime.out_of_memory import Halving
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
-from .architecture import base_model_of, experts_per_token
+from .architecture import base_model_of
 from .choice import ForwardChoice
 from .columns import ATTENDED
 from .draws import drawing_modules, drawn_in, generator_states
@@ -61,10 +61,10 @@ class ForwardRunner:
         self,
         accelerator: Accelerator,
         args: GRPOConfig,
-        refused: Mapping[Form, str] | None = None,  # forms that no model of this run takes, with the reason
-        suppressed: Sequence[torch.Tensor] = (),  # sets of token ids that sampling suppresses
-        make_rows: Callable[..., Sequence[TokenRows]] = lambda policy, **options: (),  # on which a model is compared
-        override: Callable[[], Callable[..., Any] | None] = lambda: None,  # a user's log-probabilities
+        refused: Mapping[Form, str],  # forms that no model of this run takes, with the reason
+        suppressed: Sequence[torch.Tensor],  # sets of token ids that sampling suppresses
+        make_rows: Callable[..., Sequence[TokenRows]],  # on which a model is compared
+        override: Callable[[], Callable[..., Any] | None],  # a user's log-probabilities
     ) -> None:
         self.override = override
         self.accelerator, self.args, self.suppressed, self.make_rows = accelerator, args, suppressed, make_rows
@@ -185,21 +185,23 @@ class ForwardRunner:
             yield
 
     def rollout_log_probs(
-        self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool = False
+        self, model: Any, rows: TokenRows, limits: ForwardLimits, record_experts: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scores of this process's part of a rollout batch, (S,), and recorded experts as in `LogProbs.experts_NC`."""
         if (override := self.override()) is not None:
             ids, mask, width = rows.padded(self.multiple)
-            given: Any = override, model, (ids, mask), width, rows.images, limits, {}
-            logps_BT, _, _ = self._by_user(*given, batch_size=limits.completions)
+            logps_BT, _, _ = self._by_user(
+                override, model, (ids, mask), width, rows.images, limits, {}, batch_size=limits.completions
+            )
             return unpadded(logps_BT, rows.completions_B), None
-        # members run the rows of all of them together, and each keeps its own
-        shares = [rows] if self.group is None else gather_in_group(rows, self.group.handle, self.group.size)
-        everyone = rows if self.group is None else TokenRows.joined(shares)
-        options: dict[str, Any] = {"record_experts": record_experts, "group": self.group}
-        parts = self._run_chunks(model, everyone, limits, with_entropy=False, **options)
+        shares, everyone, mine = [rows], rows, 0
+        if (group := self.group) is not None:  # members run the rows of all of them together, and each keeps its own
+            shares, mine = gather_in_group(rows, group.handle, group.size), group.member
+            everyone = TokenRows.joined(shares)
+        parts = self._run_chunks(
+            model, everyone, limits, with_entropy=False, record_experts=record_experts, group=group
+        )
         experts = [part.experts_NC for part in parts if part.experts_NC is not None]
-        mine = 0 if self.group is None else self.group.member
         logps_S = torch.cat([part.logps_S for part in parts]).split([sum(share.completions_B) for share in shares])
         tokens = [len(share.ids_N) for share in shares]
         return logps_S[mine], torch.cat(experts).split(tokens)[mine] if experts else None
@@ -215,7 +217,13 @@ class ForwardRunner:
         if (override := self.override()) is not None:
             ids_and_mask, width = padded_ids_and_mask(given), given["completion_ids"].size(1)
             *scores, aux_loss = self._by_user(
-                *(override, model, ids_and_mask, width, rows.images, None, images_among(given)),
+                override,
+                model,
+                ids_and_mask,
+                width,
+                rows.images,
+                None,
+                images_among(given),
                 compute_entropy=True,
                 compute_aux_loss=with_router,
             )
@@ -305,8 +313,7 @@ class ForwardRunner:
         if images is not None:
             given = given or to_device(images.as_trl(ids), self.accelerator.device)
         ids.grpo_ext_known = (images, limits)
-        logps, entropies, aux_loss = override(model, ids, mask, width, **options, **given)
-        return logps, entropies, aux_loss
+        return override(model, ids, mask, width, **options, **given)
 
     def trl_log_probs(
         self, model: Any, rows: TokenRows, limits: ForwardLimits, width: int, with_entropy: bool, with_router: bool
@@ -322,8 +329,7 @@ class ForwardRunner:
         else:
             parts = [self._forward(model, rows.part(part), **options) for part in self._cut(model, rows, limits)]
         routers = [part.router for part in parts if part.router is not None]
-        experts = experts_per_token(base_model_of(model))
-        aux_loss = torch.stack([router.aux_loss(experts) for router in routers]).mean() if routers else None
+        aux_loss = torch.stack([router.aux_loss() for router in routers]).mean() if routers else None
         if aux_loss is not None and len(parts) == 1:
             aux_loss.grpo_ext_router = routers[0]  # type: ignore[attr-defined]
         logps_BT = rows.in_columns(torch.cat([part.logps_S for part in parts]), width)

@@ -34,10 +34,8 @@ class Part(NamedTuple):
 
 def parts_of(group: PackedGroup) -> list[Part]:
     """One call for each segment of a group, and one for all its completions; indices count from the group's start."""
-    segments = [tokens for tokens in (group.prompt, *group.completions) if tokens[1] > tokens[0]]
-    pairs = [(tokens, tokens) for tokens in segments]
-    pairs += [(group.answers, group.prompt)] if group.answers[1] > group.answers[0] else []
-    first = group.prompt[0]
+    pairs = [*((tokens, tokens) for tokens in (group.prompt, *group.completions)), (group.answers, group.prompt)]
+    pairs, first = [pair for pair in pairs if pair[0][1] > pair[0][0]], group.prompt[0]
     places = [(slice(q[0] - first, q[1] - first), slice(k[0] - first, k[1] - first)) for q, k in pairs]
     return [Part(queries, keys, causal=queries == keys) for queries, keys in places]
 

@@ -117,8 +117,11 @@ def _place(targets_S: torch.Tensor, rows: slice, columns: slice) -> tuple[torch.
     return inside, torch.where(inside, local, 0)
 
 
-class _TiledLogProbs(torch.autograd.Function):
-    """The backward pass computes the tiles again."""
+class TiledLogProbs(torch.autograd.Function):
+    """Log-probabilities and entropies, (S,) in nats, float32, or float64 for float64 hidden states.
+
+    The backward pass computes the tiles again; a gradient of second order is not supported.
+    """
 
     @staticmethod
     def forward(
@@ -207,19 +210,3 @@ def _backward(
         if weight is not None:
             weight[columns].addmm_(z_RC.t(), left_SH[rows])
     return grads
-
-
-def tiled_log_probs(
-    hidden_SH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    targets_S: torch.Tensor,
-    transform: LogitTransform,
-    with_entropy: bool = True,
-    masks: SamplingMasks | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities and entropies, (S,) in nats, float32, or float64 for float64 hidden states.
-
-    A gradient of second order is not supported.
-    """
-    return _TiledLogProbs.apply(hidden_SH, weight_VH, bias_V, targets_S, transform, with_entropy, masks)

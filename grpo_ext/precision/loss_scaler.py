@@ -14,7 +14,7 @@ import torch
 from ..errors import ConfigError, PrecisionError
 from ..runtime.collectives import any_process
 
-_STATE = ("scale", "patience", "steps", "last_overflow", "skipped")
+_COUNTS = ("patience", "steps", "last_overflow", "skipped")
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -83,12 +83,13 @@ class LossScaler(torch.amp.GradScaler):
         return {"fp16/loss_scale": self.value, "fp16/overflows": overflows, "fp16/skipped_steps": float(self.skipped)}
 
     def state_dict(self) -> dict[str, float]:
-        return dict(zip(_STATE, (self.value, self.patience, self.steps, self.last_overflow, self.skipped), strict=True))
+        return {"scale": self.value} | {name: getattr(self, name) for name in _COUNTS}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint; one of `torch.amp.GradScaler` has only a scale."""
-        state = {**self.state_dict(), **state}
-        self.value, self.patience, self.steps, self.last_overflow, self.skipped = (state[name] for name in _STATE)
+        self.value = state["scale"]
+        for name in _COUNTS:
+            setattr(self, name, state.get(name, getattr(self, name)))
         self._reported = self.skipped
 
 

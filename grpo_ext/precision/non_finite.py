@@ -21,7 +21,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def is_finite(value: Any) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in _tensors(value))
+    return all(tensor.isfinite().all() for tensor in _tensors(value))
 
 
 @torch.no_grad()

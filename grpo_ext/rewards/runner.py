@@ -43,7 +43,7 @@ class RewardFunctions:
     names: Sequence[str]
     processing_classes: Sequence[Any]  # the tokenizers of reward models; None for callables
     # arguments of the chat template that a reward model's conversations are written with
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,6 @@ only the main thread runs collectives, in one order.
 First the thread and its queue, then what builds them from a trainer's models. Called by `Rollouts`.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import contextvars
@@ -29,7 +27,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
 from ..batching.prompt_order import StepDataset, StepRows
 from ..config import GRPOConfig
@@ -43,32 +40,22 @@ from .local import LocalRollout, RolloutSettings
 from .tools import Environments, Pools
 from .worker import RolloutWorker
 
-logger = get_logger(__name__)
-
 # what reward functions may read of the Trainer's state, as it was when the weights were taken
 PROGRESS = ("global_step", "epoch", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step")
 _CLOSE_S, _EXIT_S = 5.0, 60.0  # a reward that hangs must not keep the run, or the program, longer
 
 
-@dataclass(frozen=True)
-class CpuThreads:
-    """CPU threads of training and of sampling ahead; None: as many as torch has."""
-
-    training: int | None = None
-    sampling: int | None = None
-
-
-def divide_threads(args: GRPOConfig, device: torch.device) -> CpuThreads:
-    """How training and sampling ahead share the CPU: by halves, where both compute on it."""
+def divide_threads(args: GRPOConfig, device: torch.device) -> tuple[int | None, int | None]:
+    """CPU threads of training and of sampling ahead: halves, where both compute on it; None: as many as torch has."""
     if not args.rollout_lag:
-        return CpuThreads()
+        return None, None
     if args.bitwise_invariant:
-        return CpuThreads(sampling=args.bitwise_threads)
+        return None, args.bitwise_threads
     if device.type != "cpu":
-        return CpuThreads()
+        return None, None
     threads = torch.get_num_threads()
     sampling = max(1, threads // 2)
-    return CpuThreads(max(1, threads - sampling), sampling)
+    return max(1, threads - sampling), sampling
 
 
 @dataclass(frozen=True)
@@ -153,14 +140,14 @@ class RolloutsAhead:
     steps: StepDataset
     # sends the weights of the snapshot to a vLLM server, on all processes together; None without one. The server holds
     # one set of weights at a time, so they are sent once it has answered all requests
-    send: Callable[[], None] | None = None
-    _jobs: deque[Job] = field(default_factory=deque, init=False)  # submitted rollout batches, in order
-    _pools: Pools = field(default_factory=dict, init=False)  # the thread's environments, to use again
+    send: Callable[[], None] | None
+    _jobs: deque[Job] = field(default_factory=deque)  # submitted rollout batches, in order
+    _pools: Pools = field(default_factory=dict)  # the thread's environments, to use again
     # the state of the trainer's tokenizer, and the thread's copies; None before the first
-    _tokenizers: tuple[Any, Any] | None = field(default=None, init=False)
-    _taken: Weights | None = field(default=None, init=False)  # the latest
-    _sent: Weights | None = field(default=None, init=False)
-    _next: int | None = field(default=None, init=False)  # the first step of the next rollout batch to submit
+    _tokenizers: tuple[Any, Any] | None = None
+    _taken: Weights | None = None  # the latest
+    _sent: Weights | None = None
+    _next: int | None = None  # the first step of the next rollout batch to submit
 
     @property
     def submitted(self) -> list[tuple[int, Weights]]:
@@ -269,7 +256,7 @@ class RolloutsAhead:
         if self._tokenizers is None or self._tokenizers[0] != state:
             self._tokenizers = state, copy.deepcopy(parts)
         processing_class, tokenizer = self._tokenizers[1]
-        return replace(chat, processing_class=processing_class, own_tokenizer=tokenizer)
+        return replace(chat, processing_class=processing_class, tokenizer=tokenizer)
 
     def drain(self) -> None:
         """Wait until the thread has no work; once all processes have done so, a server may be sent other weights."""

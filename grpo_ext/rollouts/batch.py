@@ -61,16 +61,16 @@ class RolloutBatch:
     items_per_token: float | None = None
 
     @classmethod
-    def of_columns(cls, columns: Mapping[str, Values], num_generations: int, **others: Any) -> RolloutBatch:
-        return cls(columns, group_numbers(len(columns[COMPLETION_IDS]), num_generations), **others)
+    def of_columns(cls, columns: Mapping[str, Values], num_generations: int) -> RolloutBatch:
+        return cls(columns, group_numbers(len(columns[COMPLETION_IDS]), num_generations))
 
     @classmethod
     def joined(cls, batches: Sequence[RolloutBatch], num_generations: int) -> RolloutBatch:
-        first, columns = batches[0], concatenated([batch.columns for batch in batches])
         widths = [batch.widths for batch in batches if batch.widths is not None]
         widest = (max(w[0] for w in widths), max(w[1] for w in widths)) if widths else None
-        others: dict[str, Any] = {"constants": first.constants, "items_per_token": first.items_per_token}
-        return cls.of_columns(columns, num_generations, widths=widest, **others)
+        columns = concatenated([batch.columns for batch in batches])
+        groups = group_numbers(sum(map(len, batches)), num_generations)
+        return replace(batches[0], columns=columns, groups=groups, widths=widest)
 
     def __len__(self) -> int:
         return len(self.columns[COMPLETION_IDS])
@@ -118,8 +118,10 @@ class RolloutBatch:
     @functools.cached_property
     def group_lengths(self) -> dict[int, tuple[int, ...]]:
         """Tokens of the completions of each group."""
-        pairs = sorted(zip(self.groups, self.completions.lengths, strict=True), key=lambda pair: pair[0])
-        return {group: tuple(n for _, n in rows) for group, rows in itertools.groupby(pairs, lambda pair: pair[0])}
+        lengths: dict[int, tuple[int, ...]] = {}
+        for group, tokens in zip(self.groups, self.completions.lengths, strict=True):
+            lengths[group] = (*lengths.get(group, ()), tokens)
+        return lengths
 
     @functools.cached_property
     def attended(self) -> torch.Tensor | None:
@@ -131,7 +133,7 @@ class RolloutBatch:
             return None
         masks = zip(self._seen(PROMPT_MASK), self.completion_masks, strict=True)
         attended_N = torch.cat([part.bool() for parts in masks for part in parts])
-        return None if bool(attended_N.all()) else attended_N
+        return None if attended_N.all() else attended_N
 
     def sizes(self, multiple: int = 1) -> StepSizes:
         """Tokens of the prompts and completions; a completion that is masked out has none.
@@ -155,7 +157,7 @@ class RolloutBatch:
         An advantage that is NaN counts, so that it shows in the loss.
         """
         pairs = enumerate(zip(self[ADVANTAGES], self.loss_masks, strict=True))
-        return [row for row, (advantage, mask) in pairs if bool((advantage != 0).any()) and bool(mask.any())]
+        return [row for row, (advantage, mask) in pairs if (advantage != 0).any() and mask.any()]
 
     # ---- For a forward and a loss ---------------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ class RolloutBatch:
             pairs = zip(same, itertools.pairwise(columns[EXPERTS]), prompts.lengths[:-1], strict=True)
             same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in pairs]
         rows = TokenRows(torch.cat(ids).long(), prompts.lengths, completions.lengths, same, images, columns)
-        return rows if self.attended is None else rows.having(ATTENDED, self.attended)
+        return rows.having(ATTENDED, self.attended)
 
     def as_trl(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
         """TRL's dictionary: padded, prompts on the left and completions on the right."""
@@ -195,14 +197,8 @@ class RolloutBatch:
 
 def _spans(mask: Rows) -> list[tuple[int, int]]:
     """For each row, the places of its first 1 and after its last 1; (length, 0) for a row without any."""
-    bounds = torch.tensor(mask.bounds)
-    ones = mask.values.nonzero().squeeze(1)
-    before = torch.searchsorted(ones, bounds).tolist()  # ones before each row
-    places, starts = ones.tolist(), mask.bounds
-    return [
-        (places[first] - start, places[last - 1] + 1 - start) if first < last else (length, 0)
-        for (first, last), start, length in zip(itertools.pairwise(before), starts[:-1], mask.lengths, strict=True)
-    ]
+    places = [row.nonzero().flatten().tolist() for row in mask]
+    return [(ones[0], ones[-1] + 1) if ones else (n, 0) for ones, n in zip(places, mask.lengths, strict=True)]
 
 
 def _selected(column: Values, rows: Sequence[int]) -> Values:
@@ -230,10 +226,10 @@ def concatenated(parts: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
 def _absent(name: str, part: Mapping[str, Values]) -> Rows | None:
     """A column that a part lacks; None where it has to have it."""
     kind = COLUMNS.get(name, _OWN)
-    if kind.absent is None:
+    if kind.dtype != torch.bool:
         return None
     ids: Any = part[PROMPT_IDS if kind.extent == "prompt" else COMPLETION_IDS]
-    return replace(ids, values=torch.full_like(ids.values, kind.absent, dtype=kind.dtype))
+    return replace(ids, values=torch.ones_like(ids.values, dtype=torch.bool))
 
 
 def _concatenated(name: str, parts: Sequence[Any]) -> Values:
@@ -284,12 +280,12 @@ def gather_scored(scored: Mapping[str, Any], num_rows: int, num_generations: int
         if isinstance(column := columns.get(name), Rows) and set(column.lengths) <= {1}:
             columns[name] = column.values[:, None]
     constants = {name: value for name, value in shares[0][1].items() if parts[0][name] is None}
-    batch = RolloutBatch.of_columns(columns, num_generations, constants=constants)
+    batch = RolloutBatch.of_columns(columns, num_generations)
     widths = max(batch[PROMPT_IDS].lengths), max(batch[COMPLETION_IDS].lengths)
     tokens, items, per_token = int(batch.loss_masks.values.sum()), constants.get("num_items_in_batch"), None
     if items is not None and tokens and float(items) != tokens:
         per_token = float(items) / tokens
-    return replace(batch, widths=widths, items_per_token=per_token)
+    return replace(batch, constants=constants, widths=widths, items_per_token=per_token)
 
 
 def _column(name: str, value: Any, rows: int) -> Values | None:

@@ -26,7 +26,7 @@ from ..rewards.guard import Faults
 from ..rewards.runner import RewardRunner
 from ..rewards.workers import RewardWorkers
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import raise_on_all, shards_parameters, wait_for_all
+from ..runtime.collectives import raise_on_all, wait_for_all
 from ..runtime.determinism import align_memory
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..sampling.engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
@@ -59,32 +59,23 @@ def build_rollouts(
             refused["prefix"] = "tools and environments may show images after the prompt"
     override = functools.partial(view.override_of, LOGPS)
     make_rows = functools.partial(probe_rows, tokenizer=view.tokenizer, processor=images.prepare)
-    forms = refused, suppressed_in(view), make_rows
-    forwards = ForwardRunner(view.accelerator, view.args, *forms, override=override)
-    remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
-    memory = Halving("generation", remedy, not (forwards.sharded or view.args.bitwise_invariant))
-    worker = _worker(view, images, forwards, memory, clock)
-    parts = _check(view, worker.engine), RolloutLog(view), memory, limits, note, build_ahead
-    return forwards, Rollouts(view, worker, *parts)
-
-
-def _worker(
-    view: TrainerView, images: ImageSource, forwards: ForwardRunner, memory: Halving, clock: PhaseClock
-) -> RolloutWorker:
+    forwards = ForwardRunner(view.accelerator, view.args, refused, suppressed_in(view), make_rows, override)
     args = view.args
+    remedy = "lower rollout_chunk_size (fewer completions at a time), or max_completion_length"
+    memory = Halving("generation", remedy, not (forwards.sharded or args.bitwise_invariant))
     settings = EngineSettings(
         device=view.accelerator.device,
         tokenizer=view.tokenizer,
         filler=view.tokenizer.eos_token_id,
         pad=view.tokenizer.pad_token_id,
         multiple=view.pad_to_multiple_of,
-        sharded=shards_parameters(view.accelerator),
+        sharded=forwards.sharded,
         replay=args.replay,
         fp16=args.fp16,
     )
     faults = Faults(args.reward_timeout, args.reward_retries, args.reward_on_failure)
     workers = RewardWorkers(args.reward_workers, args.seed) if args.reward_workers else None
-    return RolloutWorker(
+    worker = RolloutWorker(
         forwards=forwards,
         models=lambda: Models(view.model, view.ref_model, view.teacher_model),
         engine=_engine(view, settings, images, memory),
@@ -94,6 +85,8 @@ def _worker(
         settings=settings,
         show_environments=view.show_environments,
     )
+    check = _check(view, worker.engine)
+    return forwards, Rollouts(view, worker, check, RolloutLog(view), memory, limits, note, build_ahead)
 
 
 def _engine(view: TrainerView, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:
@@ -184,7 +177,7 @@ def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
     device = next(policy.parameters()).device
     snapshot = Snapshot(policy, reference, view.args.sync_ref_model, device, prepare, teacher)
     if view.args.bitwise_invariant:
-        align_memory(*(m for m in (snapshot.policy, snapshot.reference, snapshot.teacher) if m is not None))
+        align_memory(*filter(None, (snapshot.policy, snapshot.reference, snapshot.teacher)))
     return snapshot
 
 

@@ -26,20 +26,14 @@ _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
 @dataclass(frozen=True)
 class Chat:
     processing_class: Any  # the tokenizer, or the processor of a model that takes images
+    tokenizer: Any  # TRL's `_tokenizer`, which decodes completions
     tools: Sequence[Callable[..., Any]] = ()  # standalone ones and those of every environment; empty: none is called
     # the tools shown in prompts of an environment, by its name; None without environments
     environment_tools: Mapping[str | None, Sequence[Callable[..., Any]]] | None = None
     chat_template: str | None = None  # None: the tokenizer's
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     embedded: int | None = None  # rows of the model's embedding; None: unknown
-    own_tokenizer: Any = None  # TRL's `_tokenizer`, which decodes completions; None: that of `processing_class`
     placeholders: Sequence[str] = ()  # that stand for an image, so no text may contain them
-
-    @property
-    def tokenizer(self) -> Any:
-        if self.own_tokenizer is not None:
-            return self.own_tokenizer
-        return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
     def takes_images(self) -> bool:

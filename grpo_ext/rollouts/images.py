@@ -28,15 +28,14 @@ class ImageSource:
     def of_transcripts(self, transcripts: Sequence[Context]) -> RowImages | None:
         if self.prepare is None:
             return None
-        return RowImages(_numbers(transcripts), lambda number: transcripts[number].images, self.prepare)
+        return RowImages(first_alike(transcripts), lambda number: transcripts[number].images, self.prepare)
 
-    def packed(self, transcripts: Sequence[Transcript], masked: Sequence[bool]) -> list[bytes] | None:
-        """The column that `of_batch` reads, if any; `masked` completions keep the images of their prompts only."""
+    def packed(self, transcripts: Sequence[Transcript]) -> list[bytes] | None:
+        """The column that `of_batch` reads, if any."""
         if self.prepare is None:
             return None
-        shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, masked, strict=True)]
-        numbers = _numbers(shown)
-        packed = {number: packed_images(shown[number].images) for number in dict.fromkeys(numbers)}
+        numbers = first_alike(transcripts)
+        packed = {number: packed_images(transcripts[number].images) for number in dict.fromkeys(numbers)}
         return [packed[number] for number in numbers]
 
     def of_batch(self, fields: Mapping[str, Any]) -> RowImages | None:
@@ -58,8 +57,8 @@ class ImageSource:
             )
 
 
-def _numbers(transcripts: Sequence[Context]) -> list[int]:
-    """For each transcript the place of the first one with the same images."""
+def first_alike(transcripts: Sequence[Context]) -> list[int]:
+    """For each transcript the place of the first one with the same prompt and images, by their numbers."""
     return _first_places([(t.number, place if t.number is None else None) for place, t in enumerate(transcripts)])
 
 

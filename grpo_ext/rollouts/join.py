@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,8 +58,7 @@ class Entry:
 Texts = tuple[Any, Any, Any]
 
 
-@dataclass
-class Share:
+class Share(NamedTuple):
     """What one process sends."""
 
     columns: dict[str, Any]  # by `column_state`; empty on a process without completions
@@ -93,7 +92,7 @@ def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> tu
             raise local.failure
         share = _share(local, images)
     texts = [(t.prompt, t.completion, (t.images or None) if shows_images else None) for t in local.real_transcripts]
-    return [Share(**part) for part in gather_nested(vars(share))], gather_on_main(texts)
+    return gather_nested(share), gather_on_main(texts)
 
 
 def join(
@@ -143,7 +142,7 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
         columns.update(token_columns(local, transcripts))
         if local.settings.replay.experts and EXPERTS not in columns:
             raise RolloutError("routing_replay=True: some completions came without experts.")
-        if (packed := images.packed(transcripts, masked)) is not None:
+        if (packed := images.packed(local.settings.shown(transcripts))) is not None:
             columns[ROW_IMAGES] = packed
     entries = [
         Entry(
@@ -201,9 +200,10 @@ def _recorded(local: LocalRollout, transcripts: Sequence[Transcript], lengths: S
     """What is known of so many tokens of all transcripts."""
     replay, columns = local.settings.replay, dict[str, Rows]()
     parts = [transcript.first(n) for transcript, n in zip(transcripts, lengths, strict=True)]
-    wanted = {KEPT_COUNTS: replay.masks, KEPT_IDS: replay.masks, EXPERTS: replay.experts}
+    # of the mass a process sends a sum, in `Entry`
+    wanted = {KEPT_COUNTS: replay.masks, KEPT_IDS: replay.masks, EXPERTS: replay.experts, KEPT_MASS: False}
     for name in dict.fromkeys(name for part in parts for name in part):
-        if COLUMNS[name].sent and wanted.get(name, True) and all(name in part for part in parts):
+        if wanted.get(name, True) and all(name in part for part in parts):
             columns[name] = Rows.of([part[name] for part in parts])
     if replay.masks and KEPT_COUNTS not in columns and not local.request.stands_in:
         raise RolloutError("sampling_mask='replay': some completions came without the tokens that were kept.")

@@ -3,8 +3,6 @@
 `rollouts.settings` fills the settings, the worker a `LocalRollout`, which `join` reads.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -68,13 +66,12 @@ class RolloutSettings:
         """Whether completions, or their log-probabilities, may be the user's own."""
         return self.sampler.by_user is not None or self.own_scoring is not None
 
-    @property
-    def need_all_processes(self) -> bool:
-        """Whether a process without prompts has to take part, because the user's code may hold collectives."""
-        return self.by_user or self.own_rewards is not None
-
     def masked(self, transcripts: Sequence[Transcript]) -> list[bool]:
         return [self.masks_truncated and not transcript.ended for transcript in transcripts]
+
+    def shown(self, transcripts: Sequence[Transcript]) -> list[Transcript]:
+        """The transcripts, with the prompt alone where the completion is masked out."""
+        return [t.prompt_alone() if out else t for t, out in zip(transcripts, self.masked(transcripts), strict=True)]
 
 
 @dataclass

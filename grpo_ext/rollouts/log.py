@@ -6,7 +6,7 @@ Called by `Rollouts`, once for each rollout batch.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 @dataclass
 class RolloutLog:
     view: TrainerView
-    _warned_of_truncation: bool = field(default=False, init=False)
+    _warned: bool = False
 
     def add(self, rounds: Sequence[Round], settings: RolloutSettings, further: Mapping[str, float]) -> None:
         """Log rounds, and `further` values."""
@@ -38,22 +38,18 @@ class RolloutLog:
         metrics["num_tokens"] = [state.num_input_tokens_seen]
         for name, value in rollout_metrics(rounds, settings):
             metrics[name].append(value)
-            if name == "sampling/kept_mass" and settings.training and not settings.replay.masks:
-                self._warn_of_truncation(value, settings)
+            if name == "sampling/kept_mass" and settings.training and not settings.replay.masks and not self._warned:
+                self._warned = True
+                filters = ", ".join(f"{name}={value}" for name, value in settings.sampler.filters.items())
+                logger.warning(
+                    f"{filters}: sampling kept {value:.3f} of the probability in the first rollout, and training takes "
+                    "log-probabilities over the whole vocabulary, as TRL does; sampling_mask='replay' takes them over "
+                    "what was kept."
+                )
         for name, value in further.items():
             metrics[name].append(value)
         for part in rounds:
             _add_to_table(part, settings.functions.names, self.view.logs)
-
-    def _warn_of_truncation(self, kept_mass: float, settings: RolloutSettings) -> None:
-        if not self._warned_of_truncation:
-            self._warned_of_truncation = True
-            filters = ", ".join(f"{name}={value}" for name, value in settings.sampler.filters.items())
-            logger.warning(
-                f"{filters}: sampling kept {kept_mass:.3f} of the probability in the first rollout, and training takes "
-                "log-probabilities over the whole vocabulary, as TRL does; sampling_mask='replay' takes them over what "
-                "was kept."
-            )
 
 
 def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[tuple[str, float]]:
@@ -85,7 +81,7 @@ def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[
 
 
 def _length_metrics(lengths_B: torch.Tensor, truncated_B: torch.Tensor) -> dict[str, float]:
-    ended = lengths_B[~truncated_B] if bool((~truncated_B).any()) else torch.zeros(1)
+    ended = lengths_B[~truncated_B] if (~truncated_B).any() else torch.zeros(1)
     values: dict[str, float] = {}
     for kind, lengths in (("length", lengths_B.float()), ("terminated_length", ended.float())):
         for name, value in (("mean", lengths.mean()), ("min", lengths.min()), ("max", lengths.max())):

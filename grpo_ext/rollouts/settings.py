@@ -98,12 +98,12 @@ def chat_of(view: TrainerView) -> Chat:
     embedded = None if view.takes_images else getattr(embedding, "num_embeddings", None)
     return Chat(
         view.processing_class,
+        view.tokenizer,
         list(view.tools or ()),
         None if view.environment_factories is None else dict(view.environment_tools),
         view.chat_template,
         dict(view.chat_template_kwargs),
         embedded,
-        view.tokenizer,
         _placeholders(view),
     )
 

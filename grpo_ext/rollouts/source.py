@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,19 +78,18 @@ class Rollouts:
     # called for each rollout batch: the first step that trains on it, and the step whose weights sampled it
     note: Callable[[int, int, ScoredBatch], None]
     build_ahead: Callable[[Rollouts], RolloutsAhead]
-    current: CurrentBatch | None = field(default=None, init=False)
+    current: CurrentBatch | None = None
     # what a user's `_generate_and_score_completions` is called for while it runs, and what TRL's method has made for
     # it; then what a `_calculate_rewards` is called for
-    scoring: tuple[RolloutRequest, list[Round]] | None = field(default=None, init=False)
-    rewarding: LocalRollout | None = field(default=None, init=False)
-    ahead: RolloutsAhead | None = field(default=None, init=False)  # None without `rollout_lag`, and outside of training
+    scoring: tuple[RolloutRequest, list[Round]] | None = None
+    rewarding: LocalRollout | None = None
+    ahead: RolloutsAhead | None = None  # None without `rollout_lag`, and outside of training
     # rollout batches that a checkpoint names: their first steps, and the weights that sample them
-    waiting: Sequence[tuple[int, Weights]] = field(default=(), init=False)
-    threads: int | None = field(default=None, init=False)  # CPU threads of sampling ahead; None: as many as torch has
-    steps: Any = field(default=None, init=False)  # the training loader's data set of steps
-    # raises for what cannot be followed
-    refuse_changes: Callable[[], None] = field(default_factory=lambda: lambda: None, init=False)
-    _has_made_one: bool = field(default=False, init=False)  # a rollout batch, of training or of an evaluation
+    waiting: Sequence[tuple[int, Weights]] = ()
+    threads: int | None = None  # CPU threads of sampling ahead; None: as many as torch has
+    steps: Any = None  # the training loader's data set of steps
+    refuse_changes: Callable[[], None] = lambda: None  # raises for what cannot be followed
+    _has_made_one: bool = False  # a rollout batch, of training or of an evaluation
 
     @property
     def images(self) -> ImageSource:

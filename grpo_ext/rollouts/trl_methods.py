@@ -33,7 +33,7 @@ from .transcript import Transcript
 @dataclass
 class TrlMethods:
     rollouts: Rollouts
-    _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1), init=False)
+    _free_requests: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
         self.view, self.worker = self.rollouts.view, self.rollouts.worker
@@ -54,11 +54,8 @@ class TrlMethods:
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         """`_calculate_rewards` of this process's rows: (B, F) of all processes, in global order."""
         columns, rewarding = _columns_of(inputs), self.rollouts.rewarding
-        if rewarding is None:  # called by other code of the user, which logs where TRL's methods do
-            settings = self.rollouts.settings_now()
-            local = LocalRollout(self._own_request(len(inputs), settings.num_generations), settings)
-        else:
-            local = rewarding
+        # another call is of other code of the user, and logs where TRL's methods do
+        local = rewarding or self._own_rollout(len(inputs))
         given = ([], [], [], []) if local.request.stands_in else (inputs, prompts, completions, ids)
         rewards_BF, calls = self.worker.compute_rewards(local, given, columns)
         shares = gather_lists([(rewards_BF, calls)])
@@ -80,8 +77,7 @@ class TrlMethods:
         if isinstance(prompts, str) or not len(prompts):
             raise ConfigError(f"trainer.generate takes a list of prompts, texts or messages, and got {prompts!r}.")
         if (local := self.worker.in_progress) is None:
-            settings = self.rollouts.settings_now()
-            local = LocalRollout(self._own_request(len(prompts), settings.num_generations), settings)
+            local = self._own_rollout(len(prompts))
             self.rollouts.send_weights()
         settings, transcripts = local.settings, list[Transcript]()
         keys = request_keys(local.request, len(prompts), settings.seed, settings.training, next(local.generate_calls))
@@ -124,6 +120,10 @@ class TrlMethods:
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
 
+    def _own_rollout(self, rows: int) -> LocalRollout:
+        settings = self.rollouts.settings_now()
+        return LocalRollout(self._own_request(rows, settings.num_generations), settings)
+
     def _own_request(self, rows: int, group: int) -> RolloutRequest:
         """The request of a rollout of the user's own, beyond those of the run."""
         prompts, rank = ceil_div(rows, group), self.view.accelerator.process_index
@@ -143,7 +143,7 @@ def _columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _kept_ids(turn: Turn) -> list[list[int]]:
-    if (counts_T := turn.columns.get(KEPT_COUNTS)) is None or bool((counts_T < 0).any()):
+    if (counts_T := turn.columns.get(KEPT_COUNTS)) is None or (counts_T < 0).any():
         raise ConfigError(
             "trainer.generate with sampling_mask='replay': suppress_tokens or min_new_tokens leave out tokens that "
             "kept_ids has no place for, or the model samples in a way of its own; leave them out, or sampling_mask."

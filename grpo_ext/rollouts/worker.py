@@ -10,7 +10,7 @@ processes exchange meanwhile.
 import contextlib
 import itertools
 import reprlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -27,13 +27,11 @@ from ..rewards.worker import RewardCall
 from ..runtime.attributes import temporarily_set
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import any_process
-from ..sampling.decoding import unique
 from ..sampling.engine import Engine, EngineSettings
 from ..sampling.sampler import Sampler
 from ..sampling.turn import Turn
-from ..upstream.data_checks import ROW_KWARGS
 from .batch import RolloutBatch
-from .images import ImageSource
+from .images import ImageSource, first_alike
 from .join import token_columns
 from .local import LocalRollout, RolloutSettings
 from .tools import continue_with
@@ -57,9 +55,9 @@ class RolloutWorker:
     images: ImageSource
     clock: PhaseClock
     settings: EngineSettings
-    retired: dict[int, Any] = field(default_factory=dict)  # see `Environments`
     # called with the transcripts once their environments are reset
-    show_environments: Callable[[Sequence[Transcript]], None] = lambda transcripts: None
+    show_environments: Callable[[Sequence[Transcript]], None]
+    retired: dict[int, Any] = field(default_factory=dict)  # see `Environments`
     in_progress: LocalRollout | None = None  # whose `rollout_func` runs
     # takes the place of the user's `_calculate_rewards` where a step is run again
     known_rewards: Callable[..., torch.Tensor] | None = None
@@ -75,7 +73,8 @@ class RolloutWorker:
         `repeat` is how often a user's override has called TRL's method before; each call draws other random numbers.
         """
         local = LocalRollout(rows.request, settings)
-        if not rows.request.stands_in or settings.need_all_processes or self.shards_vision:
+        by_user = settings.by_user or settings.own_rewards is not None  # whose code may hold collectives
+        if not rows.request.stands_in or by_user or self.shards_vision:
             local.transcripts = self.begin(rows, settings, repeat)
         self.run_turns(local)
         if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
@@ -102,13 +101,13 @@ class RolloutWorker:
         return transcripts
 
     def tokenize(self, transcripts: Sequence[Transcript], settings: RolloutSettings) -> None:
-        firsts, numbers = unique([_prompt_name(transcript) for transcript in transcripts])
-        different = [transcripts[i] for i in firsts]
-        ids = [settings.chat.of_row(t.row).tokenize(t.prompt, t.environment_name) for t in different]
-        for transcript, prompt_ids in zip(different, ids, strict=True):
-            settings.chat.check_ids(prompt_ids, f"the prompt {reprlib.repr(transcript.prompt)}")
-        for transcript, number in zip(transcripts, numbers, strict=True):
-            transcript.prompt_ids = list(ids[number])
+        for place, (transcript, first) in enumerate(zip(transcripts, first_alike(transcripts), strict=True)):
+            if first < place:
+                transcript.prompt_ids = list(transcripts[first].prompt_ids)
+                continue
+            chat = settings.chat.of_row(transcript.row)
+            transcript.prompt_ids = chat.tokenize(transcript.prompt, transcript.environment_name)
+            chat.check_ids(transcript.prompt_ids, f"the prompt {reprlib.repr(transcript.prompt)}")
 
     # ---- Turns ----------------------------------------------------------------------------------------------------
 
@@ -161,12 +160,20 @@ class RolloutWorker:
     def add_logprobs(self, local: LocalRollout) -> None:
         if not (names := local.settings.scored_by):
             return
-        rows = self._token_rows(local)
+        rows, models, settings = self._token_rows(local), self.models(), local.settings
+        limits = ForwardLimits(settings.batch_size, settings.max_tokens, settings.num_generations)
         with self.clock.phase("logps"):
             for name in names:
+                model, of_policy = getattr(models, name), name == "policy"
+                without_adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+                if model is None:
+                    model = models.policy
+                    without_adapter = as_reference(self.forwards.accelerator.unwrap_model(model))
                 # the reference and the teacher route by themselves
-                of_model = rows if name == "policy" else rows.having(EXPERTS, None)
-                logps_S, experts_NC = self._log_probs(of_model, local.settings, name)
+                of_model = rows if of_policy else rows.having(EXPERTS, None)
+                with without_adapter, self.forwards.without_gradients(model):
+                    records = settings.record_experts and of_policy
+                    logps_S, experts_NC = self.forwards.rollout_log_probs(model, of_model, limits, records)
                 parts = logps_S.cpu().split(list(rows.completions_B)), itertools.pairwise(rows.starts_B)
                 if not local.transcripts:  # beside a stand-in row
                     continue
@@ -179,28 +186,13 @@ class RolloutWorker:
                 if experts_NC is not None:
                     share_prompt_experts(local.transcripts, local.request.num_generations)
 
-    def _log_probs(
-        self, rows: TokenRows, settings: RolloutSettings, name: str
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scores by one of the models, by its name in `Models`."""
-        models = self.models()
-        model = getattr(models, name)
-        without_adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if model is None:
-            model = models.policy
-            without_adapter = as_reference(self.forwards.accelerator.unwrap_model(model))
-        limits = ForwardLimits(settings.batch_size, settings.max_tokens, settings.num_generations)
-        with without_adapter, self.forwards.without_gradients(model):
-            return self.forwards.rollout_log_probs(model, rows, limits, settings.record_experts and name == "policy")
-
     def _token_rows(self, local: LocalRollout) -> TokenRows:
         """The transcripts for a forward, without the tokens of completions that are masked out."""
-        transcripts, masked = local.transcripts, local.settings.masked(local.transcripts)
+        transcripts = local.transcripts
         if not transcripts:  # a stand-in row: a forward may be a collective, and a user's override may hold one
             return TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
         batch = RolloutBatch.of_columns(token_columns(local, transcripts), local.request.num_generations)
-        shown = [t.prompt_alone() if out else t for t, out in zip(transcripts, masked, strict=True)]
-        rows = batch.token_rows(self.images.of_transcripts(shown))
+        rows = batch.token_rows(self.images.of_transcripts(local.settings.shown(transcripts)))
         return replace(rows, group_lengths_B=[batch.group_lengths[group] for group in batch.groups])
 
     def add_rewards(self, local: LocalRollout) -> None:
@@ -222,13 +214,9 @@ class RolloutWorker:
 
         `names` are those of the columns, as in `RewardRows`.
         """
-        inputs, prompts, completions, completion_ids = given
         settings = local.settings
         rows = RewardRows(
-            inputs=inputs,
-            prompts=prompts,
-            completions=completions,
-            completion_ids=completion_ids,
+            *given,
             environments=[t.environment for t in local.real_transcripts if t.environment is not None] or None,
             retired=self.retired,
             first=local.first,
@@ -239,24 +227,6 @@ class RolloutWorker:
         )
         with self.rewards.profile("_calculate_rewards"):
             return self.rewards.compute(settings.functions, rows)
-
-
-def _prompt_name(transcript: Transcript) -> Hashable:
-    """A key that transcripts with the same prompt share; images count by number."""
-    number = transcript.number
-    images = (number, transcript.place if number is None else None) if transcript.images else ()
-    shown = [transcript.prompt, transcript.row.get(ROW_KWARGS)]
-    return transcript.environment_name, images, _frozen(shown, transcript.images)
-
-
-def _frozen(value: Any, images: Sequence[Any]) -> Hashable:
-    """A key that equal JSON values share; any other object, except one of the images, has a key of its own."""
-    if isinstance(value, Mapping):
-        value = [type(value), *value.items()]
-    if isinstance(value, list | tuple):
-        return type(value), *(_frozen(part, images) for part in value)
-    plain = value is None or isinstance(value, str | int | float)
-    return type(value), value if plain else None if any(value is image for image in images) else id(value)
 
 
 def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[Any], list[Any], list[list[int]]]:

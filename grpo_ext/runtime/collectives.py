@@ -297,12 +297,12 @@ def uneven_collectives(
         )
 
 
-def copy_from_main_process(model: torch.nn.Module, device: torch.device) -> None:
+def copy_from_main_process(model: torch.nn.Module) -> None:
     _refuse_local()
-    if PartialState().num_processes > 1:
+    if (state := PartialState()).num_processes > 1:
         _meet("a copy of the main process's weights")
         for tensor in itertools.chain(model.parameters(), model.buffers()):
-            tensor.data.copy_(broadcast(tensor.data.to(device).contiguous()))
+            tensor.data.copy_(broadcast(tensor.data.to(state.device).contiguous()))
 
 
 def gather_in_group(value: Any, group: Any, size: int) -> list[Any]:

@@ -87,9 +87,7 @@ def pinned(threads: int | None) -> Iterator[None]:
         computing_with(threads),
         patch_environment(FLASH_ATTENTION_DETERMINISTIC=1),  # transformers reads it at each call
     ):
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        before = torch.are_deterministic_algorithms_enabled()
-        restored.callback(torch.use_deterministic_algorithms, before, warn_only=warn_only)
+        restored.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
         torch.use_deterministic_algorithms(True)
         with temporarily_set_each(switches):
             yield

@@ -38,7 +38,7 @@ def replicate(accelerator: Accelerator, model: torch.nn.Module) -> torch.nn.Modu
     if accelerator.num_processes == 1 or collectives.shards_parameters(accelerator) or hasattr(model, _PREPARED):
         return model
     model = accelerator.prepare_model(model, evaluation_mode=True)
-    collectives.copy_from_main_process(model, accelerator.device)
+    collectives.copy_from_main_process(model)
     setattr(model, _PREPARED, True)  # `accelerator.prepare` returns it as it is
     return model
 

@@ -12,7 +12,7 @@ import torch
 from ..batching.micro_batches import MicroBatch
 from ..forward.columns import COLUMNS, COMPLETION_MASK, Column
 from ..forward.rows import TokenRows, unpadded
-from .statistics import StepContext
+from .statistics import StepContext, StepMetrics
 
 LENGTHS = "lengths"
 
@@ -25,6 +25,10 @@ class LossInputs:
     rows: TokenRows  # the tokens, without padding
     columns: dict[str, Any]  # on the device, those of `loss_columns`
     padded: dict[str, Any] = field(default_factory=dict)  # TRL's dictionary, where a user's overrides read it
+
+    @property
+    def metrics(self) -> StepMetrics:
+        return self.step.metrics.of_weight(self.part.weight)
 
     @property
     def accumulation_steps(self) -> float:
@@ -44,7 +48,7 @@ class LossInputs:
     def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Add the loss to the logged one; returns it, or zero at weight zero."""
         loss = loss if self.part.weight else loss * 0.0  # a subclass's own term does not know the weight
-        self.step.metrics.add_total("loss", loss, 1.0)
+        self.step.metrics.add_total("loss", loss)
         return loss
 
 

@@ -41,14 +41,14 @@ def active_tokens(mask: torch.Tensor, entropies: torch.Tensor, threshold: float 
 
 def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: LogProbs) -> torch.Tensor:
     """The part of the loss that a micro-batch adds to the step, times the micro-batch's weight."""
-    columns, step, weight = micro_batch.columns, micro_batch.step, micro_batch.part.weight
+    columns, step, metrics = micro_batch.columns, micro_batch.step, micro_batch.metrics
     if cfg.beta != 0.0 and "ref_per_token_logps" not in columns:
         raise ConfigError(
             f"beta={cfg.beta:g} asks for the KL term, but these completions have no reference log-probabilities, "
             "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
     logps_S, entropies_S = scores.logps_S, scores.entropies_S
-    mask, threshold, metrics = loss_mask(columns), step.entropy_threshold, step.metrics
+    mask, threshold = loss_mask(columns), step.entropy_threshold
     active = active_tokens(mask, entropies_S, threshold)
     batch = TokenBatch(
         logps_S=logps_S,
@@ -69,21 +69,21 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: LogProbs) ->
     if step.record is not None:
         step.record(cfg, micro_batch, batch, tokens, entropy=entropies_S, share=shares_S)
     if cfg.entropy_coefficient is not None:
-        metrics.add_total("policy_loss", loss, weight)
+        metrics.add_total("policy_loss", loss)
         bonus = (entropies_S * active).sum()
-        metrics.add("bonus_entropy", bonus, active.sum(), weight)
+        metrics.add("bonus_entropy", bonus, active.sum())
         loss = loss - cfg.entropy_coefficient * bonus / max(step.counts.entropy_tokens, 1)
     if cfg.router_coefficient is not None:
         loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, scores.router, micro_batch)
-    metrics.add_tokens("entropy", entropies_S, mask, weight)
+    metrics.add_tokens("entropy", entropies_S, mask)
     _add_policy_metrics(cfg, tokens, batch, micro_batch)
     if SAMPLER_LOGPS in columns:
         _add_sampler_difference(batch, micro_batch)
     if scores.routing is not None:
-        metrics.add("routing/changed_share", *scores.routing.counts(), weight)
+        metrics.add("routing/changed_share", *scores.routing.counts())
     if cfg.log_ratios and batch.old_logps_S is not None:
         _add_ratios((logps_S - batch.old_logps_S).detach().exp(), mask, micro_batch)
-    return loss * weight
+    return loss * micro_batch.part.weight
 
 
 def _of_teacher(coefficient: float, columns: Mapping[str, Any], logps_S: torch.Tensor) -> torch.Tensor:
@@ -103,21 +103,21 @@ def _add_sampler_difference(batch: TokenBatch, micro_batch: LossInputs) -> None:
     policy_S = batch.logps_S.detach() if batch.old_logps_S is None else batch.old_logps_S
     known_S = batch.mask_S * ~sampler_S.isnan()
     difference_S = (policy_S - sampler_S.nan_to_num()).abs()
-    metrics, weight = micro_batch.step.metrics, micro_batch.part.weight
-    metrics.add_tokens("sampling/logp_difference", difference_S, known_S, weight)
+    metrics = micro_batch.metrics
+    metrics.add_tokens("sampling/logp_difference", difference_S, known_S)
     begins_B1 = (batch.lengths_B.cumsum(0) - batch.lengths_B)[:, None]
     place_S = torch.arange(len(known_S), device=known_S.device) - batch.spread(begins_B1)
     for name, start, end in _DEPTHS:
         if not start or start < max(micro_batch.rows.completions_B):
-            metrics.add_tokens(name, difference_S, known_S * (place_S >= start) * (place_S < end), weight)
+            metrics.add_tokens(name, difference_S, known_S * (place_S >= start) * (place_S < end))
 
 
 def _add_ratios(ratio_S: torch.Tensor, mask_S: torch.Tensor, micro_batch: LossInputs) -> None:
-    metrics, weight = micro_batch.step.metrics, micro_batch.part.weight
-    metrics.add_tokens("sampling/ratio_mean", ratio_S, mask_S, weight)
+    metrics = micro_batch.metrics
+    metrics.add_tokens("sampling/ratio_mean", ratio_S, mask_S)
     unmasked = torch.where(mask_S.bool(), ratio_S, torch.nan)
-    metrics.add_extreme("sampling/ratio_min", unmasked, weight, lowest=True)
-    metrics.add_extreme("sampling/ratio_max", unmasked, weight)
+    metrics.add_extreme("sampling/ratio_min", unmasked, lowest=True)
+    metrics.add_extreme("sampling/ratio_max", unmasked)
 
 
 def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: LossInputs) -> torch.Tensor:
@@ -128,33 +128,33 @@ def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: L
             "pass on compute_aux_loss and the tensors that it is given, and return the aux_loss that super() returns."
         )
     step = micro_batch.step
-    chosen, probs, rows = router.statistics(step.top_k)
+    chosen, probs, rows = router.statistics()
     share, total = step.expert_share, step.router_rows
     if share is None:  # the batch is the whole step
         share, total = chosen / max(rows, 1), rows
     aux = load_balancing_loss(probs, share.to(probs), total)
-    step.metrics.add_total("aux_loss", aux, micro_batch.part.weight)
+    micro_batch.metrics.add_total("aux_loss", aux)
     return aux
 
 
 def _add_policy_metrics(cfg: LossConfig, tokens: TokenLoss, batch: TokenBatch, micro_batch: LossInputs) -> None:
-    metrics, weight, mask = micro_batch.step.metrics, micro_batch.part.weight, batch.mask_S
+    metrics, mask = micro_batch.metrics, batch.mask_S
     if cfg.teacher_kl_coef is not None:
-        metrics.add_tokens("teacher_kl", batch.logps_S.detach() - micro_batch.columns[TEACHER_LOGPS], mask, weight)
+        metrics.add_tokens("teacher_kl", batch.logps_S.detach() - micro_batch.columns[TEACHER_LOGPS], mask)
     if tokens.kl_S is not None:
-        metrics.add_tokens("kl", tokens.kl_S, mask, weight)
+        metrics.add_tokens("kl", tokens.kl_S, mask)
     if tokens.vespo_phi is not None and tokens.vespo_phi.dim() == 2:
-        metrics.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi, weight)
+        metrics.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi)
     if tokens.outside_bounds_B1 is not None:
-        metrics.add_sequences("sequence_mask/left_out", tokens.outside_bounds_B1, weight)
+        metrics.add_sequences("sequence_mask/left_out", tokens.outside_bounds_B1)
     for name, clipped in clip_indicators(cfg, tokens, batch).items():
         mean_name = f"{name}_mean" if name.startswith("clip_ratio/") else name
         if clipped.dim() == 2:
-            metrics.add_sequences(mean_name, clipped, weight)
+            metrics.add_sequences(mean_name, clipped)
         else:
-            metrics.add_tokens(mean_name, clipped, mask, weight)
+            metrics.add_tokens(mean_name, clipped, mask)
         per_row = clipped if clipped.dim() == 2 else batch.sums(clipped * mask) / batch.sums(mask)
         if name == "clip_ratio/low":
-            metrics.add_extreme("clip_ratio/low_min", per_row, weight, lowest=True)
+            metrics.add_extreme("clip_ratio/low_min", per_row, lowest=True)
         elif name == "clip_ratio/high":
-            metrics.add_extreme("clip_ratio/high_max", per_row, weight)
+            metrics.add_extreme("clip_ratio/high_max", per_row)

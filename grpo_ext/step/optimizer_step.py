@@ -42,7 +42,7 @@ from .statistics import MicroBatchStatistics, StepContext, StepMetrics, StepPlan
 logger = get_logger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Attempt:
     """One run through the micro-batches of a step, or of an evaluation, on this process."""
 
@@ -54,12 +54,11 @@ class Attempt:
     run: Callable[[LossInputs], torch.Tensor]  # computes a micro-batch's part of the loss
     plan: StepPlan
     forwards: ForwardRunner
-    clock: PhaseClock
     gradients: NativeGradients | None  # None where an engine (FSDP, DeepSpeed) adds them up
     record: StepRecord | None  # where the step is run again
     shortage: str | None = None  # why memory ran out, on this process or another
     step: StepContext = field(init=False)  # set by `measure`
-    current: LossInputs | None = field(default=None, init=False)  # the micro-batch that runs
+    current: LossInputs | None = None  # the micro-batch that runs
 
     @functools.cached_property
     def dropout(self) -> int | None:
@@ -75,7 +74,7 @@ class Attempt:
         fillers = "a process may repeat micro-batches with weight zero, to run as many as the others"
         refused = fillers if self.settings.equal_counts and not sharded else None
         uneven = uneven_collectives(forwards.accelerator, self._adds_nothing, others_refused=refused)
-        phase, known = self.clock.phase("train"), temporarily_set(self.planner, running=self)
+        phase, known = self.planner.clock.phase("train"), temporarily_set(self.planner, running=self)
         try:
             with phase, forwards.in_form_of(self.model), raise_on_all("a step", meets, again=True), known, uneven:
                 yield
@@ -92,9 +91,9 @@ class Attempt:
 
     def measure(self, model: Any) -> None:
         """Count the step, and measure what its loss needs, before any gradient."""
-        settings, accelerator, top_k = self.settings, self.forwards.accelerator, self.settings.experts_per_token
+        settings, accelerator = self.settings, self.forwards.accelerator
         metrics = StepMetrics(accelerator.device, counted=self.forwards.is_first)
-        self.step = step = count_step(self.rollout, metrics, top_k)
+        self.step = step = count_step(self.rollout, metrics)
         step.record = self.record.add if self.record is not None and self.forwards.is_first else None
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
             return
@@ -105,7 +104,7 @@ class Attempt:
                     model, micro_batch.rows, settings.router, micro_batch.padded
                 )
                 mask_S = loss_mask(micro_batch.columns)
-                experts = None if scores.router is None else scores.router.statistics(top_k)
+                experts = None if scores.router is None else scores.router.statistics()
                 measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies_S, mask_S, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)
 
@@ -217,10 +216,10 @@ class StepPlanner:
     limits: MicroBatchLimits  # those of training
     view: TrainerView
     eval_limits: MicroBatchLimits = field(init=False)
-    record: StepRecord | None = field(default=None, init=False)  # of the step that is run again
-    running: Attempt | None = field(default=None, init=False)
+    record: StepRecord | None = None  # of the step that is run again
+    running: Attempt | None = None
     # of the step that ran last; a user's own `training_step` may run none
-    check_gradient: Callable[[float | None], None] = field(default=lambda norm: None, init=False)
+    check_gradient: Callable[[float | None], None] = lambda norm: None
 
     def __post_init__(self) -> None:
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
@@ -245,7 +244,6 @@ class StepPlanner:
                 run=functools.partial(self.view.loss_of, model),
                 plan=self._planned(model, rollout, settings),
                 forwards=self.forwards,
-                clock=self.clock,
                 gradients=gradients,
                 record=self.record if settings.training else None,
             )

@@ -16,7 +16,6 @@ import torch
 from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
-from ..forward.architecture import experts_per_token
 from ..forward.columns import COLUMNS, ROW
 from ..forward.images import RowImages
 from ..forward.rows import TokenRows
@@ -147,6 +146,5 @@ class LossOverrides:
         mask, images = loss_mask(inputs), self.planner.images.of_batch(inputs)
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), self.view.group_size)
         metrics, counts = StepMetrics(self.view.accelerator.device), step_counts(mask.sum(1).tolist(), groups)
-        step = StepContext(counts, metrics, top_k=experts_per_token(self.view.model))
         rows = self._given_rows(inputs, images)
-        return LossInputs(step, whole, groups, rows, self._columns(inputs, rows))
+        return LossInputs(StepContext(counts, metrics), whole, groups, rows, self._columns(inputs, rows))

@@ -25,7 +25,7 @@ from .statistics import StepPlan
 class StepRecord:
     """A step, as this process computes it."""
 
-    with_gradients: bool = False  # also the gradient of each completion: one more backward pass for each
+    with_gradients: bool  # also the gradient of each completion: one more backward pass for each
     # by row of the step, columns with one value for each token: see `add`
     tokens: dict[int, dict[str, list[Any] | None]] = field(default_factory=dict)
     layers: dict[str, float] = field(default_factory=dict)  # norms of their gradients, before clipping
@@ -33,8 +33,8 @@ class StepRecord:
     gradients: dict[int, dict[str, float]] = field(default_factory=dict)
     rollout: RolloutBatch = field(init=False)  # the completions of the step, those of all processes
     # once the gradient is there: runs all completions of this process again, without gradients
-    forward_again: Callable[[], None] = field(default=lambda: None, init=False)
-    moved: bool = field(default=False, init=False)  # the weights are those after the step
+    forward_again: Callable[[], None] = lambda: None
+    moved: bool = False  # the weights are those after the step
 
     def add(
         self, cfg: LossConfig, micro_batch: LossInputs, batch: TokenBatch, loss: TokenLoss, **others: torch.Tensor

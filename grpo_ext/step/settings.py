@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from ..algorithms.losses import LossConfig, adapted_entropy_coefficient
 from ..algorithms.policy_losses import adds_at_zero_advantage
-from ..forward.architecture import experts_per_token, has_own_hooks
+from ..forward.architecture import has_own_hooks
 from ..settings import read_at
 from ..view import TrainerView
 
@@ -16,12 +16,11 @@ _OF_LOSS = {spec.name for spec in fields(LossConfig)} - {"teacher_kl_coef"}
 _ON_TRAINER, _IN_ARGS = {"epsilon_low", *read_at("loss")} & _OF_LOSS, {*read_at("args")} & _OF_LOSS
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class StepSettings:
     skip_zeros: bool  # a completion with advantage 0 adds nothing to loss or gradient, and is not run
     top_entropy_quantile: float  # share of the tokens with the highest entropy that carry loss; 1: all
     router: bool  # a MoE model's load-balancing loss is added
-    experts_per_token: int  # of a MoE model
     in_trl_form: bool  # the user overrides the loss or log-probabilities: micro-batches have all of TRL's columns
     equal_counts: bool  # code of the user runs in every micro-batch, and may hold collectives
     training: bool  # False in an evaluation
@@ -38,7 +37,6 @@ def step_settings_of(view: TrainerView) -> StepSettings:
         skip_zeros=view.args.skip_zero_contribution and training and not always_adds,
         top_entropy_quantile=quantile,
         router=router,
-        experts_per_token=experts_per_token(view.model),
         in_trl_form=in_trl_form,
         equal_counts=in_trl_form or has_own_hooks(view.model),
         training=training,

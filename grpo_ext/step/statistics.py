@@ -34,33 +34,38 @@ class StepMetrics:
     device: torch.device
     kinds: dict[str, str] = field(default_factory=dict)  # by name: "total", "mean", "highest" or "lowest"
     terms: list[tuple[str, _Number, _Number]] = field(default_factory=list)  # name, sum or extreme, number of things
-    counted: bool = True  # not where another process has the same micro-batches, and counts them
+    # not in a micro-batch of weight zero, or where another process has the same micro-batches, and counts them
+    counted: bool = True
 
-    def add_total(self, name: str, part: _Number, weight: float) -> None:
-        self._add("total", name, part, 0.0, weight)
+    def of_weight(self, weight: float) -> "StepMetrics":
+        """The same step's, for a micro-batch of this weight: at weight zero only names are added."""
+        return self if weight else replace(self, counted=False)
 
-    def add(self, name: str, total: _Number, count: _Number, weight: float = 1.0) -> None:
+    def add_total(self, name: str, part: _Number) -> None:
+        self._add("total", name, part, 0.0)
+
+    def add(self, name: str, total: _Number, count: _Number) -> None:
         """The metric is the quotient of the sums over the step."""
-        self._add("mean", name, total, count, weight)
+        self._add("mean", name, total, count)
 
-    def _add(self, kind: str, name: str, value: _Number, count: _Number, weight: float) -> None:
+    def _add(self, kind: str, name: str, value: _Number, count: _Number) -> None:
         self.kinds[name] = kind
-        if weight and self.counted:
+        if self.counted:
             self.terms.append((name, value.detach() if isinstance(value, torch.Tensor) else value, count))
 
-    def add_tokens(self, name: str, values_S: torch.Tensor, mask_S: torch.Tensor, weight: float) -> None:
-        self.add(name, (values_S * mask_S).sum(), mask_S.sum(), weight)
+    def add_tokens(self, name: str, values_S: torch.Tensor, mask_S: torch.Tensor) -> None:
+        self.add(name, (values_S * mask_S).sum(), mask_S.sum())
 
-    def add_sequences(self, name: str, values_B1: torch.Tensor, weight: float) -> None:
-        self.add(name, values_B1.sum(), float(values_B1.size(0)), weight)
+    def add_sequences(self, name: str, values_B1: torch.Tensor) -> None:
+        self.add(name, values_B1.sum(), float(values_B1.size(0)))
 
-    def add_extreme(self, name: str, values: torch.Tensor, weight: float, lowest: bool = False) -> None:
+    def add_extreme(self, name: str, values: torch.Tensor, lowest: bool = False) -> None:
         """NaN entries do not count; there may be none at all."""
         values = torch.nn.functional.pad(values, (0, 1), value=math.nan)
         if lowest:
-            self._add("lowest", name, values.nan_to_num(nan=math.inf, posinf=math.inf).min(), 0.0, weight)
+            self._add("lowest", name, values.nan_to_num(nan=math.inf, posinf=math.inf).min(), 0.0)
         else:
-            self._add("highest", name, values.nan_to_num(nan=-math.inf, neginf=-math.inf).max(), 0.0, weight)
+            self._add("highest", name, values.nan_to_num(nan=-math.inf, neginf=-math.inf).max(), 0.0)
 
     def reduce(self) -> dict[str, float]:
         """The values to log, the same on every process; NaN where nothing was counted."""
@@ -97,7 +102,6 @@ class StepContext:
     entropy_threshold: float | None = None  # of the tokens at the step's quantile, in nats
     expert_share: torch.Tensor | None = None  # how often each expert is chosen per row (a token in a layer), (E,)
     router_rows: float = 0  # tokens times layers, over all processes
-    top_k: int = 1  # experts per token
     record: Callable[..., None] | None = None  # `StepRecord.add`, where the step is recorded
 
 
@@ -122,12 +126,12 @@ class MicroBatchStatistics:
     experts: tuple[torch.Tensor, torch.Tensor, int] | None = None  # of `router_statistics`
 
 
-def count_step(rollout: RolloutBatch, metrics: StepMetrics, top_k: int) -> StepContext:
+def count_step(rollout: RolloutBatch, metrics: StepMetrics) -> StepContext:
     """Count a step without a collective, because every process holds the whole step."""
     counts = step_counts([int(mask.sum()) for mask in rollout.loss_masks], rollout.groups)
     if rollout.items_per_token is not None:
         counts = replace(counts, items=counts.tokens * rollout.items_per_token)
-    return StepContext(counts, metrics, top_k=top_k)
+    return StepContext(counts, metrics)
 
 
 def set_statistics(context: StepContext, measured: Sequence[MicroBatchStatistics], top_entropy_quantile: float) -> None:
@@ -174,8 +178,8 @@ class StepPlan:
 def log_values(plan: StepPlan, metrics: StepMetrics, seconds: Mapping[str, float]) -> dict[str, float]:
     """Counts and sums are the same on every process; seconds (of phases) and rates are not."""
     useful, computed, padding = plan.token_counts()
-    metrics.add_total("computed", float(computed), 1.0)
-    metrics.add_total("padding", float(padding), 1.0)
+    metrics.add_total("computed", float(computed))
+    metrics.add_total("padding", float(padding))
     values = metrics.reduce()
     computed_anywhere, padding_anywhere = values.pop("computed"), values.pop("padding")
     duplicates = max(computed_anywhere - padding_anywhere - useful, 0.0)

@@ -273,7 +273,7 @@ FAILING: dict[str, Callable[[Path], Any]] = {
     "send ahead": partial(failing_send, lag=1),
     "sum": failing_sum,
     "wait": partial(failing_alone, run=exchange.wait_for_all),
-    "copy": partial(failing_alone, run=lambda: exchange.copy_from_main_process(tiny_model(), torch.device("cpu"))),
+    "copy": partial(failing_alone, run=lambda: exchange.copy_from_main_process(tiny_model())),
     "objects": lambda folder: trainer_of(folder, cls=GathersObjects, **DYNAMIC).train(),
     "reward with a lag": gathering_reward,
     "turns": lambda folder: trainer_of(folder, groups=3, cls=GathersTurns).train(),

@@ -10,7 +10,7 @@ import torch
 
 from grpo_ext.compat import triton_head
 from grpo_ext.forward import lm_head
-from grpo_ext.forward.tiled_log_probs import LogitTransform, tiled_log_probs
+from grpo_ext.forward.tiled_log_probs import LogitTransform, TiledLogProbs
 from tests.support.gpu import DEVICE, TOY, needs_gpu
 from tests.tolerances import DIFFERENT, FLOAT32_HEAD, HALF_PRECISION_KERNEL
 
@@ -72,6 +72,10 @@ def outcome(head: Any, states: Tensors, targets: torch.Tensor, how: LogitTransfo
     return [logps.detach(), entropies.detach(), *torch.autograd.grad(loss, leaves)]
 
 
+def tiled(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    return TiledLogProbs.apply(*inputs, True, None)
+
+
 def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
     return float((ours.double() - exact).norm() / exact.norm())
 
@@ -89,7 +93,7 @@ def test_the_head_gives_the_values_and_gradients_of_float64(
     exact = outcome(dense, [x.double() for x in states], targets, how, entropy_only)
     errors = {}
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
-        for name, head in (("Triton", by_kernel), ("tiled", tiled_log_probs)):
+        for name, head in (("Triton", by_kernel), ("tiled", tiled)):
             errors[name] = list(map(error, outcome(head, states, targets, how, entropy_only), exact))
     if rows > 1 and not entropy_only:
         record_property("errors of log-probs, entropies, gradients", errors)

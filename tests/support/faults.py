@@ -118,7 +118,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     ],
     "sampling/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
     "run/checkpoint.py": [("if digest != files[path][kinds[path]]:", "if not digest:", f"{CHECKPOINTS} -k whole")],
-    "step/statistics.py": [("if weight and self.counted:\n", "if self.counted:\n", METRICS)],
+    "step/statistics.py": [("return self if weight else", "return self if True else", METRICS)],
     "runtime/out_of_memory.py": [
         ("size = self.limit = ceil_div(len(piece), 2)", "size = ceil_div(len(piece), 2)", MEMORY),
         ('min(self.rows, state["rows"])', "self.rows", "tests/trainer/test_out_of_memory.py -k resume_keeps"),

@@ -108,7 +108,7 @@ def with_gradient(form: Form, model: Any, batch: Any, **options: Any) -> tuple[L
     weights = torch.linspace(0.5, 1.5, logps.numel(), dtype=logps.dtype, device=logps.device).view_as(logps)
     loss = (weights * logps).sum() + 0.3 * (weights * entropies).sum()
     if output.router is not None:
-        loss = loss + output.router.aux_loss(2)
+        loss = loss + output.router.aux_loss()
     with in_form(base_model_of(model), form):
         loss.backward()
     parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters() if p.requires_grad]

@@ -35,7 +35,7 @@ def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 def functions_of(functions: Sequence[Any]) -> RewardFunctions:
     """Functions by the names function_0, function_1 and so on."""
-    return RewardFunctions(functions, [f"function_{n}" for n in range(len(functions))], [None] * len(functions))
+    return RewardFunctions(functions, [f"function_{n}" for n in range(len(functions))], [None] * len(functions), {})
 
 
 def score(

@@ -54,7 +54,7 @@ def test_prompts_are_sampled_as_if_each_were_alone(tmp_path, kind):
 @pytest.mark.parametrize("kind", few_of(("recurrent_gemma", "shift"), ("shift",)))
 def test_prompts_that_are_padded_are_sampled_from_different_distributions(tmp_path, monkeypatch, kind):
     sizes = BatchGeometry.chunk_sizes
-    monkeypatch.setattr(BatchGeometry, "chunk_sizes", lambda self, group, batching: sizes(self, group))
+    monkeypatch.setattr(BatchGeometry, "chunk_sizes", lambda self, group, batching: sizes(self, group, "any"))
     (completions, difference), (others, _) = (sampled(tmp_path / str(n), kind, **CALLS[n]) for n in range(2))
     assert difference > DIFFERENT
     assert completions != others

@@ -175,7 +175,7 @@ def test_casting_the_head_to_float32_leaves_autocast():
 def test_bitwise_mode_does_not_use_trls_kernel(monkeypatch, deterministic, head):
     """On tensors that say they are on a CUDA device; both heads are stand-ins."""
     monkeypatch.setattr(lm_head, "triton_head", lambda: lambda *arguments: ("Triton", None, None))
-    monkeypatch.setattr(lm_head, "tiled_log_probs", lambda *arguments: ("tiled", None))
+    monkeypatch.setattr(lm_head.TiledLogProbs, "apply", lambda *arguments: ("tiled", None))
     with FakeTensorMode(), pinned(1 if deterministic else None):
         hidden, weight = torch.empty(3, 4, device="cuda"), torch.empty(9, 4, device="cuda")
         targets = torch.empty(3, device="cuda", dtype=torch.long)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from grpo_ext.forward import tiled_log_probs as module
+from grpo_ext.forward.lm_head import log_probs
 from grpo_ext.forward.sampling_masks import SamplingMasks
 from grpo_ext.forward.tiled_log_probs import LogitTransform
-from grpo_ext.forward.tiled_log_probs import tiled_log_probs as log_probs
 from tests.support.memory import LargestAllocation
 from tests.tolerances import FLOAT32_SUMS, FLOAT64_SUMS
 

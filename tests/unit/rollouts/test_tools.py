@@ -24,7 +24,8 @@ def test_a_synchronous_tool_that_hangs_is_left_behind_and_the_model_is_told(capl
     names = ("hang", "count", "hang")
     calls = [{"type": "function", "function": {"name": name, "arguments": {"number": 8}}} for name in names]
     transcript = Transcript(key=0, completion=[], calls=calls)
-    toolbox, chat = Toolbox([hang, count], Environments()), Chat(sampled(lambda ids: []), [count])
+    stand_in = sampled(lambda ids: [])
+    toolbox, chat = Toolbox([hang, count], Environments()), Chat(stand_in, stand_in, [count])
     with caplog.at_level(logging.WARNING):
         assert toolbox.answer([transcript], chat, TurnLimits(10**5, seconds=0.1)) == [transcript]
     release.set()

@@ -73,12 +73,13 @@ def metered(parts: list[tuple[list[int], float]]) -> dict[str, float]:
     """All kinds of metrics of a step, from parts (rows, weight)."""
     metrics, (tokens, mask) = StepMetrics(CPU), values()
     for rows, weight in parts:
-        metrics.add_total("loss", (tokens[rows] * mask[rows]).sum(), weight)
-        metrics.add_tokens("entropy", tokens[rows], mask[rows], weight)
-        metrics.add_sequences("phi", tokens[rows, :1], weight)
+        part = metrics.of_weight(weight)
+        part.add_total("loss", (tokens[rows] * mask[rows]).sum())
+        part.add_tokens("entropy", tokens[rows], mask[rows])
+        part.add_sequences("phi", tokens[rows, :1])
         per_row = (tokens[rows] * mask[rows]).sum(1) / mask[rows].sum(1)  # NaN where a row has no token
-        metrics.add_extreme("low_min", per_row, weight, lowest=True)
-        metrics.add_extreme("high_max", per_row, weight)
+        part.add_extreme("low_min", per_row, lowest=True)
+        part.add_extreme("high_max", per_row)
     return metrics.reduce()
 
 
@@ -117,7 +118,7 @@ def test_sums_are_float64_so_that_the_order_does_not_show():
     for order in (numbers, sorted(numbers), sorted(numbers, reverse=True)):
         metrics = StepMetrics(CPU)
         for number in order:
-            metrics.add_total("loss", torch.tensor(number), 1.0)
+            metrics.add_total("loss", torch.tensor(number))
             metrics.add("mean", torch.tensor(number), 1.0)
         results.add(tuple(metrics.reduce().values()))
     assert results == {(6.0, 0.5)}
