@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
-from copy import copy
+from copy import copy, deepcopy
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -207,8 +208,12 @@ class TrainerView:
         loop._tr_loss = loop._tr_loss + state["loss"]
         loop._total_loss_scalar, loop._globalstep_last_logged = state["total_loss"], int(state["last_logged"])
 
-    def set_state(self, state: TrainerState) -> None:
-        self._trainer.state = state
+    def take_over(self, copied: TrainerView) -> None:
+        """Take what a copy that has trained has; the weights are this trainer's too."""
+        for name in ("state", "model", "model_wrapped", "deepspeed"):
+            setattr(self._trainer, name, getattr(copied._trainer, name))
+        if self.use_vllm:
+            self.note_weights_sent(-1)  # the engine has the copy's
 
     def set_reference(self, model: Any, beta: float) -> None:
         self._trainer.ref_model, self._trainer.beta = model, beta
@@ -227,12 +232,17 @@ class TrainerView:
         """A trainer of the same models, with arguments, callbacks and components of its own, that shows nothing."""
         trainer: Any = self._trainer
         again = copy(trainer)
+        for name, value in list(vars(again).items()):
+            if getattr(value, "__self__", None) is trainer:  # a method that a user has assigned
+                setattr(again, name, MethodType(value.__func__, again))
+        again._metrics, again._logs = deepcopy(trainer._metrics), deepcopy(trainer._logs)
         again.args, again.control, again.eval_dataset, again.log_completions = args, TrainerControl(), None, False
         again.callback_handler = CallbackHandler(
             callbacks, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
         )
         again._view = TrainerView(again, self._ours)
         again._assemble(None)
+        again._rollouts.refuse_changes = trainer._rollouts.refuse_changes
         return again._view, again._rollouts, again._step_planner
 
     def override_of(self, name: str) -> Callable[..., Any] | None:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,17 +32,17 @@ LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an unders
 RECORD = "_run.json"  # in a folder that was made beside an output_dir: the name of that one
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 _PARTIAL = "_writing-"  # begins the names of folders that are not complete
-_HASHES: dict[str, Any] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}  # sha256: until November 2026
+_HASH = "xxh3_128"
 
 
-def file_hash(path: Path, kind: str) -> str:
+def file_hash(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, _HASHES[kind]).hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def _hashes(kinds: Mapping[Path, str]) -> list[str]:
+def _hashes(paths: Iterable[Path]) -> list[str]:
     with ThreadPoolExecutor() as threads:
-        return [*threads.map(file_hash, kinds, kinds.values())]
+        return [*threads.map(file_hash, paths)]
 
 
 def _numbered(folder: Path, name: str) -> dict[int, Path]:
@@ -62,10 +62,10 @@ def write_listing(folder: Path, about: dict[str, Any]) -> None:
     listed = sorted(path for path in paths if path.is_file())
     with ThreadPoolExecutor() as threads:
         synced = threads.map(_sync, paths)
-        hashes = _hashes(dict.fromkeys(listed, "xxh3_128"))
+        hashes = _hashes(listed)
         list(synced)  # its errors are raised
     files = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "xxh3_128": digest}
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, _HASH: digest}
         for path, digest in zip(listed, hashes, strict=True)
     }
     content, listing = {**about, "files": files}, folder / LISTING
@@ -137,10 +137,9 @@ def why_broken(folder: str | Path) -> str | None:
             return f"{path} is missing"
         if (size := path.stat().st_size) != expected["size"]:
             return f"{path} has {size} bytes instead of {expected['size']}"
-    kinds = {path: next(kind for kind in _HASHES if kind in expected) for path, expected in files.items()}
-    for path, digest in zip(files, _hashes(kinds), strict=True):
-        if digest != files[path][kinds[path]]:
-            return f"{path} has changed since it was written (its {kinds[path]} hash differs)"
+    for path, digest in zip(files, _hashes(files), strict=True):
+        if digest != files[path].get(_HASH):
+            return f"{path} has changed since it was written, or another version wrote it (its {_HASH} hash differs)"
     return None
 
 
@@ -203,8 +202,12 @@ def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) ->
     deletable = [path for path in existing if path.resolve() not in keep]
     for path in deletable[: max(0, len(existing) - limit)]:
         # renamed first: a half-deleted folder is not a checkpoint
-        os.rename(path, doomed := writing_folder(run, f"{path.name}-removed"))
-        shutil.rmtree(doomed, ignore_errors=True)
+        try:
+            os.rename(path, doomed := writing_folder(run, f"{path.name}-removed"))
+        except OSError as error:
+            logger.warning(f"{path} could not be deleted ({error.strerror}).")
+        else:
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 # ---- The folder of a run --------------------------------------------------------------------------------------------
@@ -236,15 +239,22 @@ def _beside(base: Path) -> dict[int, Path]:
     return {number: folder for number, folder in numbered.items() if _base_of(folder) == base}
 
 
+def make_first(folders: Iterator[Path]) -> Path:
+    """Make the first of these folders that is not there; another may be the user's, or that of a run that has begun."""
+    folder = next(folders)
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return make_first(folders)
+    return folder
+
+
 def folder_beside(output_dir: str | Path, first: int = 2) -> Path:
     """Make a folder for a new run beside the runs that an `output_dir` has."""
     base = _base_of(Path(output_dir))
     create_output_dir(str(base.parent))
-    for number in itertools.count(max(_beside(base), default=first - 1) + 1):
-        folder = Path(f"{base}-{number}")
-        with suppress(FileExistsError):  # the user's, or that of a run that has just started
-            folder.mkdir()
-            break
+    numbers = itertools.count(max(_beside(base), default=first - 1) + 1)
+    folder = make_first(Path(f"{base}-{number}") for number in numbers)
     (folder / RECORD).write_text(json.dumps({"output_dir": base.name}) + "\n")
     return folder
 

@@ -84,9 +84,9 @@ def diff(one: str | Path, other: str | Path) -> Comparison:
 
 
 def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
-    last = max({*a.record.trained} & {*b.record.trained}, default=1)
-    resumed = {step + 1 for run in (a, b) for step in run.record.resumed_from if step < last}
-    begins = sorted({1, *resumed})
+    common = sorted({*a.record.trained} & {*b.record.trained}) or [1]
+    resumed = {step + 1 for run in (a, b) for step in run.record.resumed_from if common[0] <= step < common[-1]}
+    begins = sorted({common[0], *resumed})
     settings, besides = (_of_starts(a, b, begins, kind) for kind in (RunOnDisk.settings, RunOnDisk.besides))
     notes = [f"{title}: {listed(c)}" for title, c in (("Settings", settings), ("Besides the settings", besides)) if c]
     if sizes := next(((a.size(step), b.size(step)) for step in begins if a.size(step) != b.size(step)), None):
@@ -98,7 +98,7 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
         known = [f"steps {steps[0]} to {steps[-1]}" if steps else "no step" for steps in trained]
         raise ConfigError(f"the runs have no step in common: A has trained {known[0]}, B {known[1]}.")
     if (first := comparison.first) is not None:
-        until = [step for step in begins if step <= max(first.step, 1)]  # what changed later is no cause
+        until = [step for step in begins if step <= max(first.step, common[0])]  # what changed later is no cause
         settings, besides = (_of_starts(a, b, until, kind) for kind in (RunOnDisk.settings, RunOnDisk.besides))
         uncertain = bool(comparison.largest) or a.half or b.half or bool(besides)
         few = first.stage == "completions" and first.of > 1 and first.count * 2 <= first.of

@@ -192,8 +192,9 @@ class RunKeeper(TrainerCallback):
         for args in (self.args, self.user_args):  # a script saves to the `output_dir` of its arguments
             if args is not None and args.output_dir != folder:
                 args.output_dir = folder
-        if self.args.log_completions and self.accelerator.is_main_process:
-            (Path(folder) / "completions").mkdir(parents=True, exist_ok=True)  # TRL makes it in its constructor only
+        if self.args.log_completions:  # TRL makes it in its constructor only
+            make = functools.partial((Path(folder) / "completions").mkdir, parents=True, exist_ok=True)
+            from_main_process(self.accelerator, make)
         return checkpoint
 
     def values_for(self, logs: Mapping[str, Any]) -> dict[str, float]:

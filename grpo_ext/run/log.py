@@ -70,11 +70,11 @@ class RunLog(LineFile):
         """
         self.path, self._start = Path(folder) / STEPS, time.perf_counter()
         self._trail = about["trail"]
-        source = None if checkpoint is None else Path(checkpoint).resolve().parent / STEPS
+        source = None if checkpoint is None else Path(checkpoint).parent / STEPS
         with self.failing():
             if self.path.is_file():
                 os.truncate(self.path, len(_whole_lines(self.path)))
-            if source is not None and source != self.path.resolve():
+            if source is not None and source.parent.resolve() != self.path.parent.resolve():
                 self.append({"line": COPIED, "step": 0, "from": str(source.parent)})
                 with open(self.path, "ab") as file:
                     file.write(_whole_lines(source) if source.is_file() else b"")

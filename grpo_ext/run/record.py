@@ -71,8 +71,10 @@ def read_record(folder: str | Path, trail: bool = True) -> Record:
     record, seconds = Record(), 0.0  # seconds of the training call so far
     for line in lines_of(path, without=None if trail else _TRAIL):
         kind, step = line["line"], line["step"]
+        if not record.starts and kind not in ("start", COPIED):
+            raise ConfigError(f"{path} lacks the start of its run. Restore the file.")
         if kind == "log":
-            record.entries.append({**line, "begin": record.starts[-1]["step"] if record.starts else 0})
+            record.entries.append({**line, "begin": record.starts[-1]["step"]})
             record.seconds += line["time"] - seconds
             seconds = line["time"]
         elif kind == "rollout":
@@ -108,9 +110,7 @@ def lines_of(path: Path, without: re.Pattern[bytes] | None = None) -> Iterator[d
             if end == b'%08x"}\n' % zlib.crc32(text):
                 yield json.loads(text + b"}")
             elif raw.endswith(b"\n"):
-                raise ConfigError(
-                    f"{path}: line {number} is not as it was written. Restore the file, or remove the line."
-                )
+                raise ConfigError(f"{path}: line {number} is not as it was written. Restore the file.")
 
 
 def line_of(content: Mapping[str, Any]) -> bytes:
@@ -157,8 +157,6 @@ def finite(value: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     """A value for JSON: a tensor of one number as that number, other objects as text."""
-    if value is None or isinstance(value, (str, int)):
-        return value
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -35,7 +35,7 @@ from ..settings import NOTED, resumes
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
-from .checkpoint import checkpoints, why_not_resumable
+from .checkpoint import checkpoints, make_first, why_not_resumable
 from .diff import Changes, RunOnDisk, changes, compare_runs, listed, read_run, settings_of
 from .fingerprint import fingerprint_of
 from .interrupts import InterruptWatch
@@ -114,7 +114,7 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool)
     try:
         return StepAgain(again, rollouts, planner).run(begun, gradients)
     finally:
-        view.set_state(again.state)
+        view.take_over(again)
 
 
 def _callbacks_of(view: TrainerView) -> list[Any]:
@@ -136,7 +136,7 @@ def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
     if changed := _refused(run.settings(step), settings):
         raise ConfigError(f"this is not the run of {source}, so its steps would be others: {listed(changed)}.")
     names = itertools.chain([f"step-{step}"], (f"step-{step}-{number}" for number in itertools.count(2)))
-    folder = next(path for name in names if not (path := source / RERUNS / name).exists())
+    folder = make_first(source / RERUNS / name for name in names)
     start, checkpoint = 0, None
     # rewards are computed where the completions are sampled
     latest = max(n for n in (1, *record.rollouts) if n <= step) if call_rewards else step
@@ -157,7 +157,6 @@ def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
             f"{source} has no checkpoint before step {step}, and this trainer has trained already; build the "
             "trainer anew, or save checkpoints (save_strategy='steps')."
         )
-    folder.mkdir(parents=True, exist_ok=True)
     logged = record.entries[-1]["step"] if record.entries else 0
     time = f", about {max(record.seconds / logged * (step - start), 1.0):.0f} s at the run's pace" if logged else ""
     beginning = "the start" if checkpoint is None else Path(checkpoint).name

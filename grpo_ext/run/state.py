@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run, complete or absent; the states of components and callbacks in a checkpoint.
 
 Differs from transformers, which writes into the final folder, and from TRL, which samples again on resume. States are
-saved as JSON and safetensors, so that reading them executes nothing. Called by run.keeper around the Trainer's method.
+read with `weights_only`, so that reading them executes nothing. Called by run.keeper around the Trainer's method.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from safetensors.torch import load_file, save_file
+from accelerate.utils import recursively_apply
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -32,52 +32,28 @@ from .fingerprint import FINGERPRINT
 
 logger = get_logger(__name__)
 
-STATE, TENSORS = "grpo_ext_state.json", "grpo_ext_state.safetensors"
+STATE, _EARLIER = "grpo_ext_state.pt", "grpo_ext_state.json"
 # what torch.save writes, and a resume reads with `weights_only`
-_PICKLES = ("scheduler.pt", "optimizer.pt", "optimizer.bin", "scaler.pt", "rng_state*.pth")
-_TENSOR = "tensor:"  # begins the key of a dictionary in JSON that stands for a tensor
+_PICKLES = (STATE, "scheduler.pt", "optimizer.pt", "optimizer.bin", "scaler.pt", "rng_state*.pth")
 
 
 def save_state(folder: str | Path, state: Mapping[str, Any]) -> None:
-    tensors: dict[str, torch.Tensor] = {}
-    plain = _plain(state, (), tensors)
-    (Path(folder) / STATE).write_text(json.dumps(plain, indent=1) + "\n")
-    # copies, because safetensors takes no tensors that share memory
-    save_file({key: tensor.cpu().contiguous().clone() for key, tensor in tensors.items()}, Path(folder) / TENSORS)
+    # copies, because a tensor that is part of another would be written with all of it
+    torch.save(recursively_apply(lambda tensor: tensor.detach().cpu().clone(), dict(state)), Path(folder) / STATE)
 
 
 def load_state(folder: str | Path) -> dict[str, Any] | None:
     """The states in a checkpoint by name, or a CheckpointError; None if another trainer wrote it."""
     path = Path(folder) / STATE
+    if any(Path(folder).glob(_EARLIER)):
+        raise CheckpointError(f"another version of grpo_ext wrote {folder} ({_EARLIER}); resume it with that version.")
     if not path.is_file():
         return None
     try:
-        state: dict[str, Any] = _with_tensors(json.loads(path.read_text()), load_file(Path(folder) / TENSORS))
-    except Exception as error:  # whatever the parsers raise
-        raise CheckpointError(f"{path}, or {TENSORS} beside it, is broken: {error}.") from None
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever the unpickler raises
+        raise CheckpointError(f"{path} is broken: {error}.") from None
     return state
-
-
-def _plain(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Any:
-    """A value for JSON, whose tensors are moved to `tensors`, by their path."""
-    if isinstance(value, torch.Tensor):
-        key = f"{len(tensors)} {'/'.join(path)}"  # numbered, because names may contain a slash
-        tensors[key] = value.detach()
-        return {_TENSOR: key}
-    if isinstance(value, Mapping):
-        return {name: _plain(part, (*path, name), tensors) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part, (*path, str(index)), tensors) for index, part in enumerate(value)]
-    return value
-
-
-def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {_TENSOR}:
-            # copied: tensors of a mapped file may be aligned otherwise, which changes bits (runtime.determinism)
-            return tensors[value[_TENSOR]].clone()
-        return {name: _with_tensors(part, tensors) for name, part in value.items()}
-    return [_with_tensors(part, tensors) for part in value] if isinstance(value, list) else value
 
 
 def callback_states(callbacks: Sequence[Any]) -> Any:
@@ -170,6 +146,8 @@ def _read_back(folder: Path) -> None:
 def _complete(
     view: TrainerView, folder: Path, components: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]
 ) -> None:
+    if components is not None:
+        save_state(folder, components)
     _read_back(folder)
     state = view.state
     # keys that a resume has read are texts, which cannot be sorted among numbers
@@ -185,6 +163,4 @@ def _complete(
         for part in (*configs, view.processing_class):
             if part is not None:
                 part.save_pretrained(folder)
-    if components is not None:
-        save_state(folder, components)
     write_listing(folder, {"step": state.global_step, "processes": view.accelerator.num_processes})

@@ -145,7 +145,7 @@ class Generation(MergingGeneration):
         new = cls.__new__(cls)
         vars(new).update(vars(generation), versions=versions, mask_bound=mask_bound, unfiltered=unfiltered)
         if new.mode == "colocate":
-            new.llm = ColocatedEngine(new.llm)
+            new.llm = new.llm if isinstance(new.llm, ColocatedEngine) else ColocatedEngine(new.llm)
         if mask_bound is not None:  # vLLM returns masks only with a `top_k`
             new.generation_kwargs = {**new.generation_kwargs, "top_k": mask_bound}
         return new

@@ -121,7 +121,16 @@ def read_without_torch(argv: list[str]) -> dict[str, Any]:
     names = field_names()
     plain = make_dataclass("GRPOConfig", [(name, str, setting("")) for name in names])
     read = read_settings(argv, (ScriptArguments, plain, ModelConfig))
-    return {n: yaml.safe_load(v) if isinstance(v, str) and n in names else v for n, v in read.items()}
+    return {name: _plain(value) if name in names else value for name, value in read.items()}
+
+
+def _plain(value: Any) -> Any:
+    """A text of the command line as in YAML, and 1e-5 as the number that it is elsewhere."""
+    try:
+        parsed = yaml.safe_load(value) if isinstance(value, str) else value
+        return float(parsed) if isinstance(parsed, str) else parsed
+    except (ValueError, yaml.YAMLError):
+        return value
 
 
 def _settings_in(path: str) -> dict[str, Any]:

@@ -1,21 +1,20 @@
 """`grpo-ext rerun`: starts the script of a run again, with the run's settings, to run one of its steps."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..errors import ConfigError
-from ..run.record import RERUNS, STEP, read_record, refuse_unknown
+from ..run.record import RERUNS, STEP, lines_of, read_record, refuse_unknown
+from ..run.trail_comparison import SAME
 from ..settings import named
 
 RECIPE = "recipe.json"  # in a run's folder, by recipes/grpo.py: its path, the folder it ran in, and the settings
@@ -38,48 +37,48 @@ def rerun(run: Path, step: int, options: Sequence[str], processes: int, script: 
         named_script, home, known = Path(recipe["script"]), Path(recipe["folder"]), dict(recipe["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is not as it was written ({type(error).__name__}: {error}); {missing}.") from None
-    if script is None and named_script.resolve() != (ours := Path(__file__).parents[2] / "recipes" / "grpo.py"):
-        raise ConfigError(
-            f"{named_script} started this run, and not {ours}; to run that script, pass --script {named_script}."
-        )
+    if script is None:
+        _refuse_unknown_code(named_script, known)
     script = script or named_script
     if gone := [str(place) for place in (script, home) if not place.exists()]:
         raise ConfigError(f"{', '.join(gone)}, from which this run was started, is gone; {missing}.")
     before = {*run.glob(f"{RERUNS}/*/{STEP}")}
-    status = _started(script.resolve(), home, known, path.parent, options, processes)
+    _run(script.resolve(), home, known, path.parent, options, processes)
     again = {*run.glob(f"{RERUNS}/*/{STEP}")} - before
-    return status if again and status in (0, 1) else 2
+    verdicts = [next(lines_of(file), {}).get("verdict") for file in again]
+    return 2 if not verdicts else int(verdicts[0] not in SAME)
 
 
-def _started(script: Path, home: Path, known: dict[str, Any], run: Path, options: Sequence[str], processes: int) -> int:
-    """The exit status of a script with these settings."""
-    once = {*named("once")}
-    settings = {name: value for name, value in known.items() if name not in once and not name.startswith("rerun")}
-    with tempfile.TemporaryDirectory(prefix="grpo_ext_rerun_") as folder, contextlib.ExitStack() as ending:
-        # the signal ends the processes below too
-        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        ending.callback(signal.signal, signal.SIGTERM, before)
+def _refuse_unknown_code(script: Path, settings: Mapping[str, Any]) -> None:
+    """A ConfigError for a run whose folder names other code than the recipe of this package."""
+    ours = Path(__file__).resolve().parents[2] / "recipes" / "grpo.py"
+    code = {name: value for name, value in settings.items() if ".py:" in str(value) or name == "trust_remote_code"}
+    if not script.is_absolute() or script.resolve() != ours or any(code.values()):
+        what = ", ".join([f"{script}", *(f"{name}={value}" for name, value in code.items())])
+        raise ConfigError(
+            f"this run's folder names code beyond {ours}: {what}. If you know that code, pass --script {script}."
+        )
+
+
+def _run(script: Path, home: Path, known: dict[str, Any], run: Path, options: Sequence[str], processes: int) -> None:
+    """Run a script with these settings until one process fails, or all have ended."""
+    left_out = {*named("once"), "env"}  # variables of the environment are those of now
+    settings = {name: value for name, value in known.items() if name not in left_out and not name.startswith("rerun")}
+    launcher: list[str] = []
+    environment = {**os.environ}
+    if processes > 1:
+        from .check.runs import on_cpus  # imports torch
+
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        environment |= on_cpus(processes)
+    with tempfile.TemporaryDirectory(prefix="grpo_ext_rerun_") as folder:
         file = Path(folder, "settings.yaml")
         file.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, str(script), "--config", str(file), "--output_dir", str(run), *options]
-        workers, environments = [], [{**os.environ}]
-        if processes > 1:
-            from .check.runs import on_cpus, ranked  # imports torch
-
-            environments = ranked(environments[0] | on_cpus(processes), processes)
-        for environment in environments:
-            workers.append(subprocess.Popen(command, env=environment, cwd=home))
-            ending.callback(_end, workers[-1])
-        while None in (statuses := [worker.poll() for worker in workers]) and not any(statuses):
-            time.sleep(0.1)
-        if None in statuses:
-            time.sleep(2.0)  # the others have a moment to say what they know
-        return next((status for status in statuses if status), 0)
-
-
-def _end(worker: subprocess.Popen[bytes]) -> None:
-    worker.terminate()
-    try:
-        worker.wait(30)
-    except subprocess.TimeoutExpired:
-        worker.kill()
+        options = ["--config", str(file), "--output_dir", str(run), *options]
+        with subprocess.Popen([sys.executable, *launcher, str(script), *options], env=environment, cwd=home) as process:
+            before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            try:
+                process.wait()
+            finally:
+                process.terminate()  # and with it all that it has started
+                signal.signal(signal.SIGTERM, before)

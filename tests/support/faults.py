@@ -117,7 +117,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ("bool(config.stop_strings) or any(used)", "any(used)", "tests/trainer/test_ends.py -k found_in_padding")
     ],
     "sampling/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
-    "run/checkpoint.py": [("if digest != files[path][kinds[path]]:", "if not digest:", f"{CHECKPOINTS} -k whole")],
+    "run/checkpoint.py": [("if digest != files[path].get(_HASH):", "if not digest:", f"{CHECKPOINTS} -k whole")],
     "step/statistics.py": [("return self if weight else", "return self if True else", METRICS)],
     "runtime/out_of_memory.py": [
         ("size = self.limit = ceil_div(len(piece), 2)", "size = ceil_div(len(piece), 2)", MEMORY),

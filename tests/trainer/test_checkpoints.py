@@ -24,7 +24,7 @@ from grpo_ext.run.checkpoint import checkpoints, lock_to_resume, why_broken, wri
 from grpo_ext.run.fingerprint import FINGERPRINT
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.record import read_record
-from grpo_ext.run.state import STATE, load_state
+from grpo_ext.run.state import STATE, load_state, save_state
 from tests.support.tiny import prompts, sparse_reward, tiny_model, tokenizer_with
 from tests.support.trainers import (
     LORA,
@@ -139,9 +139,10 @@ def test_another_run_is_refused_and_each_change_is_named(copy, changes, named):
 )
 def test_another_format_is_refused_with_what_is_missing(copy, file, part, entry):
     folder = copy / "checkpoint-2"
-    content = json.loads((folder / file).read_text())
+    content = load_state(folder) if file == STATE else json.loads((folder / file).read_text())
+    assert content is not None
     del (content if part is None else content[part])[entry]
-    (folder / file).write_text(json.dumps(content))
+    save_state(folder, content) if file == STATE else (folder / file).write_text(json.dumps(content))
     write_listing(folder, {"processes": 1})
     with pytest.raises(CheckpointError, match=f"has no entry '{entry}', because another version.* NEW_FOLDER"):
         make(copy, **SAVE).train(str(folder))

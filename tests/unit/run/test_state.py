@@ -4,12 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from grpo_ext.errors import CheckpointError
 from grpo_ext.forward.snapshot import Weights
 from grpo_ext.rollouts.batch import RolloutBatch, batch_state, saved_batch
 from grpo_ext.rollouts.source import saved_waiting, waiting_state
-from grpo_ext.run.state import load_state, save_state
+from grpo_ext.run.state import STATE, load_state, save_state
 from tests.support.batches import batch_of_rows
 
 
@@ -60,3 +62,15 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
 def test_objects_that_json_cannot_hold_leave_the_rollout_batch_out(caplog):
     assert batch_state(rollout(kinds=[int, float])) is None
     assert "cannot hold kinds of this rollout batch" in caplog.text
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path):
+    (tmp_path / "grpo_ext_state.json").touch()
+    with pytest.raises(CheckpointError, match=r"another version of grpo_ext wrote .*grpo_ext_state\.json"):
+        load_state(tmp_path)
+
+
+def test_a_state_is_read_without_running_what_it_holds(tmp_path):
+    torch.save({"part": Path}, tmp_path / STATE)
+    with pytest.raises(CheckpointError, match="is broken"):
+        load_state(tmp_path)

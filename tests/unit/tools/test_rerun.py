@@ -34,7 +34,8 @@ while os.environ.get("WORLD_SIZE") == "2" and not Path("rank_1.json").exists():
 if "NOTHING" not in os.environ:
     folder = Path(sys.argv[sys.argv.index("--output_dir") + 1], "rerun", "step")
     folder.mkdir(parents=True)
-    (folder / "step.jsonl").touch()
+    from grpo_ext.run.record import line_of
+    (folder / "step.jsonl").write_bytes(line_of({"step": 1, "verdict": os.environ.get("VERDICT", "same bits")}))
 sys.exit(int(os.environ.get("STATUS", "0")))
 """
 
@@ -71,9 +72,17 @@ def test_the_script_runs_where_it_ran_with_its_settings_and_further_options(run)
     assert (about["folder"], about["world"]) == (str(run.parent), None)
 
 
-def test_a_status_is_passed_on_and_ends_the_other_processes(run, monkeypatch):
+@pytest.mark.parametrize(("verdict", "status"), [("rounding", 0), ("few tokens", 1), ("different", 1)])
+def test_the_status_is_that_of_the_verdict_whatever_fails_later(run, monkeypatch, verdict, status):
+    monkeypatch.setenv("VERDICT", verdict)
     monkeypatch.setenv("STATUS", "1")
-    assert rerun(run, "--processes", "2").exit_code == 1
+    assert rerun(run).exit_code == status
+
+
+def test_a_process_that_fails_ends_the_others(run, monkeypatch):
+    monkeypatch.setenv("STATUS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert rerun(run, "--processes", "2").exit_code == 0
     assert [started(run, rank)["world"] for rank in (0, 1)] == ["2", "2"]
 
 
@@ -89,6 +98,17 @@ def test_a_script_that_a_folder_names_is_not_run_by_itself(run):
     assert isinstance(result.exception, ConfigError)
     assert f"pass --script {run.parent / 'script.py'}" in str(result.exception)
     assert not (run.parent / "rank_0.json").exists()
+
+
+@pytest.mark.parametrize("settings", [{"rewards": ["evil.py:f"]}, {"demo": "evil.py:d"}, {"trust_remote_code": True}])
+def test_nor_is_code_that_its_settings_name(run, settings):
+    recipe = json.loads((run / RECIPE).read_text())
+    recipe |= {"script": str(ROOT / "recipes" / "grpo.py"), "settings": settings}
+    (run / RECIPE).write_text(json.dumps(recipe))
+    result = rerun(run, named=False)
+    assert isinstance(result.exception, ConfigError)
+    assert "names code beyond" in str(result.exception)
+    assert next(iter(settings)) in str(result.exception)
 
 
 def test_a_step_that_the_record_lacks_is_refused_before_anything_is_started(run):
