@@ -46,7 +46,7 @@ def sent(folder: Any, monkeypatch: Any, **settings: Any) -> tuple[int, int, int]
     batch = train_and_keep_first(make(folder, max_steps=1, num_generations=4, global_batch_size=16, **settings))
     (share,) = shares
     prompts = sum(len(ids) for ids in list(batch["prompt_ids"])[::4])
-    size = sum(state["values"].nbytes for state in share["columns"].values())
+    size = sum(state["values"].nbytes for state in share.columns.values())
     assert pack(share)[1].numel() < size + 16 * 40  # the whole buffer: rewards, and filling up to 16 bytes each
     return size, len(batch["completion_ids"].values), prompts
 

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as parquet
 import pytest
 
+from grpo_ext.run.record import read_record, tables_of
 from grpo_ext.tools.report import ReportCallback, load_run
 from grpo_ext.tools.samples import rollouts_of
 from tests.support.images import image_model, image_processor, image_rows, picture_reward
@@ -127,7 +128,8 @@ def test_a_log_and_evaluations_at_one_step_write_a_table_each(tmp_path):
             assert set(written["step"]) == {step}
     names = sorted(path.name for path in (tmp_path / "run" / "completions").iterdir())
     assert len(names) == 6
-    assert sorted(rollouts_of(tmp_path / "run", {1, 2})) == [1, 2]
+    record = read_record(tmp_path / "run", trail=False)
+    assert sorted(rollouts_of(tables_of(tmp_path / "run", record))) == [1, 2]
 
 
 @pytest.fixture
