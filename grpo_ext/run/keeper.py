@@ -128,7 +128,7 @@ class RunKeeper(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.args.trail:
-            every = state.logging_steps  # 0 with logging_strategy="no"
+            every = state.logging_steps
             due = state.global_step >= state.max_steps or (every > 0 and state.global_step % every == 0)
             values, self._noted = self._noted, {}
             weights = self._weights() if due or self.args.bitwise_invariant else None

@@ -1,4 +1,4 @@
 """Repairs of faults in TRL, transformers, PEFT and Accelerate, whatever the split; docs/upstream.md reports each.
 
-tests/unit/upstream/test_reports.py fails with a version that no longer needs one.
+Where a report has a script, `make test-full` fails beside a version that no longer needs the repair.
 """
