@@ -153,6 +153,7 @@ def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
                 f"run made with other settings before it was resumed ({listed(changed)})."
             )
     if checkpoint is None and view.state.global_step:
+        folder.rmdir()
         raise ConfigError(
             f"{source} has no checkpoint before step {step}, and this trainer has trained already; build the "
             "trainer anew, or save checkpoints (save_strategy='steps')."

@@ -1,9 +1,11 @@
 """`trainer.rerun`: a step of a run again, what is recorded of it, and what tells that it is not the same."""
 
+import copy
 import json
 import math
 import shutil
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -215,6 +217,7 @@ def test_what_cannot_be_run_again_says_why(tmp_path, base):
     trainer.train()
     with pytest.raises(ConfigError, match="no checkpoint before step 1"):
         trainer.rerun(1)
+    assert not [*(tmp_path / "other" / "rerun").iterdir()]
 
 
 def test_a_checkpoint_that_is_broken_or_deleted_meanwhile_is_passed_over(tmp_path, monkeypatch):
@@ -244,6 +247,15 @@ def test_a_trainer_is_as_before_and_can_run_further_steps(base):
     assert [*trainer.callback_handler.callbacks] == callbacks
     assert "_calculate_rewards" not in vars(trainer)
     assert trainer.eval_dataset is None
+
+
+def test_what_a_user_has_assigned_to_the_trainer_is_the_copys_and_no_table_or_metric_is_shared(base):
+    trainer = make(base, **RUN)
+    trainer._compute_loss = MethodType(lambda self, *parts: type(self)._compute_loss(self, *parts), trainer)
+    before = copy.deepcopy((trainer._metrics, trainer._logs))
+    assert trainer.rerun(3).comparison.verdict == "same bits"
+    assert (trainer._metrics, trainer._logs) == before
+    assert trainer._compute_loss.__self__ is trainer
 
 
 def test_a_step_runs_again_with_the_settings_that_made_it(tmp_path):
