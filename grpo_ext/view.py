@@ -6,10 +6,9 @@ callbacks may change them: those of a rollout batch when it begins, those of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
-from copy import copy, deepcopy
-from types import MethodType
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +39,10 @@ _PRIVATE = {
     "environment_tools": "_env_tools",
     "environment_pools": "_environment_pool",
 }
+# attributes that `GRPOTrainer._assemble` sets
+_COMPONENTS = (
+    *("_clock", "_forwards", "_rollouts", "_step_planner", "_loss_overrides", "_trl_methods", "_pass_at_k", "_keeper"),
+)
 # attributes that a trainer without vLLM, asynchronous functions or environments lacks, and the one that says so
 _ABSENT: dict[str, tuple[Any, str]] = {
     "vllm_generation": (None, "use_vllm"),
@@ -208,13 +211,6 @@ class TrainerView:
         loop._tr_loss = loop._tr_loss + state["loss"]
         loop._total_loss_scalar, loop._globalstep_last_logged = state["total_loss"], int(state["last_logged"])
 
-    def take_over(self, copied: TrainerView) -> None:
-        """Take what a copy that has trained has; the weights are this trainer's too."""
-        for name in ("state", "model", "model_wrapped", "deepspeed"):
-            setattr(self._trainer, name, getattr(copied._trainer, name))
-        if self.use_vllm:
-            self.note_weights_sent(-1)  # the engine has the copy's
-
     def set_reference(self, model: Any, beta: float) -> None:
         self._trainer.ref_model, self._trainer.beta = model, beta
 
@@ -228,22 +224,22 @@ class TrainerView:
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return temporarily_set(self._trainer, _logs=table)
 
-    def copied(self, args: GRPOConfig, callbacks: list[Any]) -> tuple[TrainerView, Any, Any]:
-        """A trainer of the same models, with arguments, callbacks and components of its own, that shows nothing."""
+    @contextmanager
+    def assembled_for(self, args: GRPOConfig, callbacks: list[Any]) -> Iterator[tuple[Any, Any]]:
+        """Inside, the trainer has other arguments, callbacks and components, and evaluates and shows nothing.
+
+        Yields its rollouts and its planner of steps.
+        """
         trainer: Any = self._trainer
-        again = copy(trainer)
-        for name, value in list(vars(again).items()):
-            if getattr(value, "__self__", None) is trainer:  # a method that a user has assigned
-                setattr(again, name, MethodType(value.__func__, again))
-        again._metrics, again._logs = deepcopy(trainer._metrics), deepcopy(trainer._logs)
-        again.args, again.control, again.eval_dataset, again.log_completions = args, TrainerControl(), None, False
-        again.callback_handler = CallbackHandler(
+        handler = CallbackHandler(
             callbacks, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
         )
-        again._view = TrainerView(again, self._ours)
-        again._assemble(None)
-        again._rollouts.refuse_changes = trainer._rollouts.refuse_changes
-        return again._view, again._rollouts, again._step_planner
+        others = {"args": args, "callback_handler": handler, "eval_dataset": None, "log_completions": False}
+        restored = {name: getattr(trainer, name) for name in _COMPONENTS}
+        with temporarily_set(trainer, **others, **restored):
+            trainer._assemble(None)
+            trainer._rollouts.refuse_changes = restored["_rollouts"].refuse_changes
+            yield trainer._rollouts, trainer._step_planner
 
     def override_of(self, name: str) -> Callable[..., Any] | None:
         """The method of a subclass, or one assigned to the trainer, that replaces ours; None without one."""

@@ -1,7 +1,7 @@
 """`trainer.rerun(step)`: a step of a run again, token by token, and whether it is the step that the run made.
 
-A rerun is a run of its own in `rerun/step-N` of the run's folder, by a copy of the trainer, that ends after step N. It
-begins at the newest checkpoint before the step, or at the start, and writes nothing elsewhere.
+A rerun is a run of its own in `rerun/step-N` of the run's folder, with other arguments and callbacks, that ends after
+step N. It begins at the newest checkpoint before the step, or at the start, and writes nothing elsewhere.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
 import shutil
@@ -41,7 +40,7 @@ from .fingerprint import fingerprint_of
 from .interrupts import InterruptWatch
 from .keeper import RunKeeper
 from .log import LineFile
-from .record import RERUNS, STEP, Record, refuse_unknown
+from .record import RERUNS, STEP, Record, finite, refuse_unknown
 from .trail import MOST_ENTRIES
 from .trail_comparison import SAME, Comparison
 
@@ -110,11 +109,8 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool)
             "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."
         )
     begun = from_main_process(view.accelerator, functools.partial(_beginning, view, step, call_rewards))
-    again, rollouts, planner = view.copied(begun.arguments(view.args), _callbacks_of(view))
-    try:
-        return StepAgain(again, rollouts, planner).run(begun, gradients)
-    finally:
-        view.take_over(again)
+    with view.assembled_for(begun.arguments(view.args), _callbacks_of(view)) as (rollouts, planner):
+        return StepAgain(view, rollouts, planner).run(begun, gradients)
 
 
 def _callbacks_of(view: TrainerView) -> list[Any]:
@@ -132,7 +128,7 @@ def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
     run = read_run(source)
     record = run.record
     refuse_unknown(step, record, source)
-    settings = settings_of(json.loads(json.dumps(fingerprint_of(view, view.geometry))))
+    settings = settings_of(finite(fingerprint_of(view, view.geometry)))
     if changed := _refused(run.settings(step), settings):
         raise ConfigError(f"this is not the run of {source}, so its steps would be others: {listed(changed)}.")
     names = itertools.chain([f"step-{step}"], (f"step-{step}-{number}" for number in itertools.count(2)))
@@ -168,7 +164,7 @@ def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
 
 @dataclass
 class StepAgain:
-    """Runs steps again, on a trainer that nobody else uses."""
+    """Runs steps again, on a trainer that is assembled for it."""
 
     view: TrainerView
     rollouts: Rollouts

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
@@ -113,24 +114,22 @@ def read_settings(
 
 
 def read_without_torch(argv: list[str]) -> dict[str, Any]:
-    """`read_settings` by the table of settings, which has the names of GRPOConfig's fields; values are as in YAML.
+    """`read_settings` by the table of settings, which has the names of GRPOConfig's fields and not their types.
 
     Raises:
-        ConfigError: also for a list and for a switch without its value, which only `read_settings` knows.
+        ConfigError: also for an option that is no whole number, True or False; `read_settings` knows what it has to be.
     """
     names = field_names()
     plain = make_dataclass("GRPOConfig", [(name, str, setting("")) for name in names])
     read = read_settings(argv, (ScriptArguments, plain, ModelConfig))
-    return {name: _plain(value) if name in names else value for name, value in read.items()}
+    typed = {word[2:].partition("=")[0].replace("-", "_") for word in argv}.intersection(names)
+    return read | {name: _plain(name, read[name]) for name in typed}
 
 
-def _plain(value: Any) -> Any:
-    """A text of the command line as in YAML, and 1e-5 as the number that it is elsewhere."""
-    try:
-        parsed = yaml.safe_load(value) if isinstance(value, str) else value
-        return float(parsed) if isinstance(parsed, str) else parsed
-    except (ValueError, yaml.YAMLError):
-        return value
+def _plain(name: str, value: str) -> Any:
+    if re.fullmatch(r"-?[1-9]\d*|0|True|False", value):
+        return yaml.safe_load(value)
+    raise ConfigError(f"--{name} {value} is not a whole number, True or False.")
 
 
 def _settings_in(path: str) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """`trainer.rerun`: a step of a run again, what is recorded of it, and what tells that it is not the same."""
 
-import copy
 import json
 import math
 import shutil
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -249,13 +247,37 @@ def test_a_trainer_is_as_before_and_can_run_further_steps(base):
     assert trainer.eval_dataset is None
 
 
-def test_what_a_user_has_assigned_to_the_trainer_is_the_copys_and_no_table_or_metric_is_shared(base):
-    trainer = make(base, **RUN)
-    trainer._compute_loss = MethodType(lambda self, *parts: type(self)._compute_loss(self, *parts), trainer)
-    before = copy.deepcopy((trainer._metrics, trainer._logs))
-    assert trainer.rerun(3).comparison.verdict == "same bits"
-    assert (trainer._metrics, trainer._logs) == before
-    assert trainer._compute_loss.__self__ is trainer
+class _Helper(GRPOTrainer):
+    """Has a helper that knows the trainer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = lambda: 1.0 + self.state.global_step
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * self.scale()
+
+
+def passing(method: Any) -> Any:
+    return lambda *args, **kwargs: method(*args, **kwargs)
+
+
+def test_code_that_holds_the_trainer_sees_its_steps(tmp_path):
+    """A helper of a subclass, a reward, and functions that a user has assigned to the trainer."""
+
+    def built() -> Any:
+        def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+            return [value * (1 + trainer.state.global_step) for value in letter_reward(prompts, completions)]
+
+        trainer: Any = make(tmp_path / "run", cls=_Helper, reward=reward, **SHORT)
+        for name in ("create_optimizer", "training_step", "_compute_loss", "log", "train"):
+            setattr(trainer, name, passing(getattr(trainer, name)))
+        return trainer
+
+    built().train()
+    before = files(tmp_path / "run")
+    assert built().rerun(6, call_rewards=True).comparison.verdict == "same bits"
+    assert files(tmp_path / "run") == before
 
 
 def test_a_step_runs_again_with_the_settings_that_made_it(tmp_path):

@@ -53,8 +53,8 @@ def loaded_by(*commands: list[str], first: str = "") -> list[str]:
 def test_help_and_plans_without_a_model_load_no_slow_library(tmp_path):
     settings = {"learning_rate": "1e-5", "lr_scheduler_type": "cosine", "rollout_lag": 1, "rewards": ["a"]}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
-    file = ["plan", "--config", str(tmp_path / "run.yaml"), "--sampling_mask", "replay", "--top_k", "5"]
-    option = ["plan", "--learning_rate", "1e-6", "--global_batch_size=16", "--bf16", "False"]
+    file = ["plan", "--config", str(tmp_path / "run.yaml"), "--top_k", "5"]
+    option = ["plan", "--processes", "2", "--global_batch_size=16", "--bf16", "False", "--max_steps", "-1"]
     assert loaded_by(*HELPS, ["plan"], file, option) == []
     assert loaded_by(["plan"], first="import pandas") == ["pandas"]
 
@@ -62,19 +62,17 @@ def test_help_and_plans_without_a_model_load_no_slow_library(tmp_path):
 def test_options_read_without_torch_are_those_of_the_parser():
     names = {spec.name for spec in fields(GRPOConfig) if spec.init}
     assert names <= {*field_names()}
-    words = [
-        "--global_batch_size",
-        "16",
-        "--bf16",
-        "False",
-        "--top_p",
-        "0.5",
-        "--sampling_mask=replay",
-        "--lora-r",
-        "8",
-    ]
+    words = ["--global_batch_size", "16", "--bf16", "False", "--max_steps=-1", "--lora_r=8"]
     assert read_without_torch(words) == read_settings(words)
-    for slow in (["--reward_weights", "1", "2"], ["--bf16"], ["--gloabl_batch_size", "16"]):
+    others = (
+        "--bf16 n",
+        "--use_vllm f",
+        "--global_batch_size 016",
+        "--max_steps abc",
+        "--run_name a:_b",
+        "--top_p 1e-1",
+    )
+    for slow in (["--reward_weights", "1", "2"], ["--bf16"], ["--gloabl_batch_size", "16"], *map(str.split, others)):
         with pytest.raises(ConfigError):
             read_without_torch(slow)
 
