@@ -29,7 +29,8 @@ from ..errors import CheckpointError, ConfigError
 logger = get_logger(__name__)
 LISTING = "checkpoint.json"
 LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
-RECORD = "_run.json"  # in a folder that was made beside an output_dir: the name of that one
+# in a folder that was made beside an output_dir: its name, that of the output_dir, and the checkpoint it goes on from
+MARK = "_run.json"
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 _PARTIAL = "_writing-"  # begins the names of folders that are not complete
 _HASH = "xxh3_128"
@@ -166,6 +167,8 @@ def is_path(wanted: str | bool | None) -> bool:
 def find_checkpoint(wanted: str | bool | None, folder: str | Path) -> str | None:
     """The verified checkpoint to resume from; None for a new run."""
     existing = checkpoints(folder)
+    if wanted and not existing and not is_path(wanted):  # a run that went back has saved none yet
+        wanted = _mark(Path(folder)).get("source", wanted)
     if not wanted or (wanted == "auto" and not existing):
         return None
     reasons: list[str] = []
@@ -224,13 +227,29 @@ def create_output_dir(folder: str) -> None:
         ) from error
 
 
+def _mark(folder: Path) -> dict[str, str]:
+    """What is noted in a folder that was made beside an output_dir; empty for any other folder, and for a copy."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        mark: dict[str, str] = json.loads((folder / MARK).read_text())
+        if mark["folder"] == folder.name:
+            return mark
+    return {}
+
+
+def mark_folder(folder: Path, **about: str) -> None:
+    (folder / MARK).write_text(json.dumps({**_mark(folder), "folder": folder.name, **about}) + "\n")
+
+
 def _base_of(folder: Path) -> Path:
     """The output_dir beside which a folder was made for a run; of any other folder, itself."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        name = json.loads((folder / RECORD).read_text())["output_dir"]
-        if folder.name.rpartition("-")[0] == name:  # not a copy
-            return folder.with_name(name)
-    return folder
+    path = _named(folder)
+    return path.with_name(_mark(path).get("output_dir", path.name))
+
+
+def _named(folder: str | Path) -> Path:
+    """A folder by a path that ends in its name, which "." does not."""
+    path = Path(folder)
+    return path if path.name.strip(".") else Path(os.path.abspath(path))
 
 
 def _beside(base: Path) -> dict[int, Path]:
@@ -255,14 +274,15 @@ def folder_beside(output_dir: str | Path, first: int = 2) -> Path:
     create_output_dir(str(base.parent))
     numbers = itertools.count(max(_beside(base), default=first - 1) + 1)
     folder = make_first(Path(f"{base}-{number}") for number in numbers)
-    (folder / RECORD).write_text(json.dumps({"output_dir": base.name}) + "\n")
+    mark_folder(folder, output_dir=base.name)
     return folder
 
 
 def run_to_resume(wanted: str | bool | None, output_dir: str | Path) -> Path | None:
     """The folder of the run to resume: the newest of `output_dir`, or that of a path; None for any other run."""
-    base = Path(output_dir)
-    runs = [run for run in (base, *_beside(base).values()) if wanted and checkpoints(run)]
+    base = _named(output_dir)
+    folders = (base, *_beside(base).values()) if wanted else ()
+    runs = [run for run in folders if checkpoints(run) or "source" in _mark(run)]
     if is_path(wanted):
         source = Path(str(wanted)).resolve().parent
         runs = [run for run in runs if run.resolve() == source]

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -170,12 +171,15 @@ class RunKeeper(TrainerCallback):
             if run is not None:
                 self._lock = folders.lock_to_resume(run)
             checkpoint = folders.find_checkpoint(wanted, run or output_dir)
-            newest = run is not None and checkpoint is not None and folders.checkpoints(run)[-1].samefile(checkpoint)
-            return (str(run) if newest else None), checkpoint
+            saved = [] if run is None else folders.checkpoints(run)
+            newest = checkpoint is not None and (not saved or saved[-1].samefile(checkpoint))
+            return (None if run is None or not newest else str(run)), checkpoint
 
         def take_new() -> str:
             self.release_folder()
             run, self._lock = folders.lock_new(output_dir)
+            if checkpoint is not None and (run / folders.MARK).is_file():
+                folders.mark_folder(run, source=os.path.abspath(checkpoint))
             return str(run)
 
         folder: str
