@@ -158,7 +158,8 @@ def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
     time = f", about {max(record.seconds / logged * (step - start), 1.0):.0f} s at the run's pace" if logged else ""
     beginning = "the start" if checkpoint is None else Path(checkpoint).name
     steps = range(start + 1, step + 1)
-    logger.info(f"Running {_named(steps)} of {source} again from {beginning}{time}, in {folder}.")
+    rewards = "rewards computed again" if call_rewards else "the record's rewards"
+    logger.info(f"Running {_named(steps)} of {source} again from {beginning}{time}, in {folder}, with {rewards}.")
     return Beginning(run, folder, checkpoint, steps, call_rewards)
 
 

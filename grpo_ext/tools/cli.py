@@ -166,7 +166,7 @@ def check(
 ) -> None:
     """Train a few steps of a run (default: the demo) under several splits and compare.
 
-    Exit status: 0 if all learn the same, 1 if one differs, 2 if one was refused or nothing was learned.
+    Exit status: 0 if all splits of grpo_ext learn the same, 1 if one differs, 2 if one was refused or nothing learned.
 
     Trains in float32 unless the run's settings name bf16 or fp16, and saves, reports and evaluates nothing.
     """
