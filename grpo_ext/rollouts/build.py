@@ -177,7 +177,7 @@ def _snapshot(view: TrainerView, accelerator: Any) -> Snapshot:
     device = next(policy.parameters()).device
     snapshot = Snapshot(policy, reference, view.args.sync_ref_model, device, prepare, teacher)
     if view.args.bitwise_invariant:
-        align_memory(*filter(None, (snapshot.policy, snapshot.reference, snapshot.teacher)))
+        align_memory(*(m for m in (snapshot.policy, snapshot.reference, snapshot.teacher) if m is not None))
     return snapshot
 
 

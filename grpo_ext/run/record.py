@@ -20,7 +20,7 @@ from ..errors import ConfigError
 STEPS = "steps.jsonl"
 RERUNS, STEP = "rerun", "step.jsonl"  # in a run's folder: of steps that were run again (run.rerun)
 COPIED = "copied"  # what follows are the lines of the run in another folder, from which this one was resumed
-_EARLIER = ("log.jsonl", "trail.jsonl")
+_EARLIER = "log.jsonl"
 _TRAIL = re.compile(rb'\{"line": "(rollout|step)"')
 _CHECKSUM = b', "crc32": "'  # of what stands before it
 
@@ -63,8 +63,8 @@ def read_record(folder: str | Path, trail: bool = True) -> Record:
     """
     path = Path(folder) / STEPS
     if not path.is_file():
-        if earlier := [name for name in _EARLIER if path.with_name(name).is_file()]:
-            raise ConfigError(f"an earlier version of grpo_ext wrote {folder} ({earlier[0]}); use that version.")
+        if path.with_name(_EARLIER).is_file():
+            raise ConfigError(f"an earlier version of grpo_ext wrote {folder} ({_EARLIER}); use that version.")
         raise ConfigError(
             f"{folder} is not the output_dir of a run: it has no {STEPS}, which a run writes when it begins to train."
         )

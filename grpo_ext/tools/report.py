@@ -128,8 +128,9 @@ def load_run(path: str | Path) -> tuple[Record, dict[str, Series]]:
     A ConfigError if it is empty; that of a step that was run again may be.
     """
     folder = Path(path)
-    log = read_record(folder, trail=False)
-    if not log.entries and not (folder / STEP).is_file():
+    again = (folder / STEP).is_file()
+    log = Record() if again and not (folder / STEPS).is_file() else read_record(folder, trail=False)
+    if not log.entries and not again:
         raise ConfigError(f"{folder / STEPS} has no log yet; name the output_dir of a run that has logged a step.")
     series: dict[str, Series] = {}
     for entry in log.entries:

@@ -155,6 +155,6 @@ def test_a_last_line_that_is_cut_is_left_out_and_the_trail_is_read_where_it_is_n
 
 
 def test_the_record_of_an_earlier_version_is_refused_by_name(tmp_path):
-    (tmp_path / "trail.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"an earlier version of grpo_ext wrote .*trail\.jsonl"):
+    (tmp_path / "log.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"an earlier version of grpo_ext wrote .*log\.jsonl"):
         read_record(tmp_path)
