@@ -10,11 +10,8 @@ from typing import Any
 from datasets import DatasetDict
 
 from grpo_ext import GRPOConfig, GRPOTrainer
+from tests.support.failing import failing
 from tests.support.tiny import config_kwargs, letter_reward, prompts, tiny_model, tiny_tokenizer
-
-
-def failing(completions: list[Any], **_: Any) -> list[float]:
-    return [completions[0].score]
 
 
 def short(completions: list[str], **_: Any) -> list[float]:

@@ -10,6 +10,7 @@ from nbclient import NotebookClient
 from trl.rewards import think_format_reward
 
 from grpo_ext.errors import GrpoExtError, RewardError
+from tests.support.failing import failing
 from tests.support.forks import ROOT, python
 from tests.trainer.mistakes import MISTAKES, run
 
@@ -30,9 +31,6 @@ def test_a_mistake_ends_in_one_sentence_and_the_frames_of_the_user(name, tmp_pat
 
 
 def test_the_traceback_of_a_reward_function_in_a_process_of_its_own_stays(tmp_path):
-    def failing(completions, **_):
-        return [completions[0].score]
-
     with pytest.raises(GrpoExtError) as caught:
         run(tmp_path, reward=failing, reward_workers=1)
     assert "[0].score" in "".join(traceback.format_exception(caught.value))
