@@ -231,9 +231,7 @@ class TrainerView:
         Yields its rollouts and its planner of steps.
         """
         trainer: Any = self._trainer
-        handler = CallbackHandler(
-            callbacks, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
-        )
+        handler = CallbackHandler(callbacks, self.model, self.processing_class, self.optimizer, self.lr_scheduler)
         others = {"args": args, "callback_handler": handler, "eval_dataset": None, "log_completions": False}
         restored = {name: getattr(trainer, name) for name in _COMPONENTS}
         with temporarily_set(trainer, **others, **restored):

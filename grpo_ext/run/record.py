@@ -30,9 +30,8 @@ class Record:
     """A record without superseded lines; steps are counted from 1. A start's "step" is the one it resumes after."""
 
     starts: list[dict[str, Any]] = field(default_factory=list)  # oldest first; with "ended" where the call has ended
-    entries: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # logs: step, epoch, time, values; "begin" of their start
+    # logs: step, epoch, time, values, and as "begin" the step of their start
+    entries: list[dict[str, Any]] = field(default_factory=list)
     rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the first step that trains on it
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)  # 0: the weights at the start
     seconds: float = 0.0  # spent in training calls, superseded steps included
@@ -120,7 +119,7 @@ def line_of(content: Mapping[str, Any]) -> bytes:
 
 
 def refuse_unknown(step: int, record: Record, folder: str | Path) -> None:
-    """A ConfigError for a step that a record has not."""
+    """A ConfigError for a step that a record does not have."""
     if step < 1 or step not in record.steps:
         steps = record.trained
         known = f"its record has the steps {steps[0]} to {steps[-1]}" if steps else "its record has no steps"

@@ -103,7 +103,7 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool)
     if view.rollout_func is not None:
         raise ConfigError(f"a run with a rollout_func {_CANNOT}: what it samples is not known here.")
     if view.use_vllm and (view.args.bf16 or view.args.fp16):
-        raise ConfigError(f"a run of vLLM in half precision {_CANNOT}, because it samples other tokens each time.")
+        raise ConfigError(f"a run of vLLM in half precision {_CANNOT}, because it samples different tokens each time.")
     if gradients and (shards_parameters(view.accelerator) or view.args.sequence_parallel_size > 1):
         raise ConfigError(
             "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."

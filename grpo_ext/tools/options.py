@@ -117,7 +117,7 @@ def read_without_torch(argv: list[str]) -> dict[str, Any]:
     """`read_settings` by the table of settings, which has the names of GRPOConfig's fields and not their types.
 
     Raises:
-        ConfigError: also for an option that is no whole number, True or False; `read_settings` knows what it has to be.
+        ConfigError: also for an option that is not a whole number, True or False, whose type `read_settings` knows.
     """
     names = field_names()
     plain = make_dataclass("GRPOConfig", [(name, str, setting("")) for name in names])

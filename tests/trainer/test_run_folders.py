@@ -22,7 +22,7 @@ def test_the_latest_run_is_one_that_went_back_also_before_its_first_checkpoint(t
     assert trainer.args.output_dir == f"{run}-2"
     assert [path.name for path in checkpoints(tmp_path / "run-2")] == ["checkpoint-2", "checkpoint-3"]
     assert read_record(tmp_path / "run-2").trained == [1, 2, 3]
-    shutil.copytree(tmp_path / "run-2", tmp_path / "run-7")  # a copy is no run of this folder
+    shutil.copytree(tmp_path / "run-2", tmp_path / "run-7")  # a copy does not belong to this output_dir
     assert run_to_resume("latest", run) == tmp_path / "run-2"
 
 
