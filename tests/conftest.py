@@ -93,11 +93,14 @@ def lasting(request, tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def stock_results(lasting):
+def stock_results(lasting, request):
     from tests.support import kept, spared  # import torch, which takes seconds where nothing else needs it
 
     kept.folder = lasting("stock")
+    if request.config.getoption("--full"):
+        os.environ[spared.EVERY] = "1"
     spared.spare()
+    spared.remember_comparisons()
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,8 @@ class Sampler:
 
 def sampler_of(view: TrainerView, engine: Any, sharded: bool) -> Sampler:
     """What samples now; `engine` is this package's, and with `sharded` a forward is a collective."""
-    sampler = _of_vllm(view, engine) if view.use_vllm else _of_transformers(view, engine)
+    # not `use_vllm`, which a user may have changed: that is refused by name
+    sampler = _of_transformers(view, engine) if view.vllm_generation is None else _of_vllm(view, engine)
     hook, name = view.override_of("_generate_single_turn"), view.overridden("_generate_single_turn")
     if hook is not None:
         sampler = replace(

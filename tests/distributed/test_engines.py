@@ -166,7 +166,7 @@ def launch(
         status, *texts = forks.run(script, [env], 600)
         output = "".join(texts)
     elif fork:
-        status, output = forks.run_forked_by(launcher(run, engine, num_processes=processes), script, env, 600)
+        status, _, output = forks.run_forked_by(launcher(run, engine, num_processes=processes), script, env, 600)
     else:
         command = [*launcher(run, engine, num_processes=processes), *script]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)

@@ -25,7 +25,7 @@ def both(tmp_path_factory, request) -> dict[str, list[Any]]:
     folder = tmp_path_factory.mktemp("both")
     env = environment(PYTHONPATH=str(ROOT))
     if forks.serves(env) and not request.config.getoption("--full"):
-        status, output = forks.run_forked_by(launcher(), [tasks.__file__, str(folder)], env, 300)
+        status, _, output = forks.run_forked_by(launcher(), [tasks.__file__, str(folder)], env, 300)
     else:
         done = accelerate_launch(Path(tasks.__file__), str(folder))
         status, output = done.returncode, done.stderr

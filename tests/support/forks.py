@@ -34,6 +34,7 @@ from typing import Any
 from unittest import mock
 
 from grpo_ext.tools.check.runs import OUTPUT, WORKER, launched, ranked
+from tests.support import spared
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
@@ -42,7 +43,7 @@ SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFF
 LATER = (
     *ranked({}, 2)[0],
     *("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-    *("CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG"),
+    *(spared.EVERY, "CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG"),
 )
 PATIENCE_S = 30.0  # from the end of the first process to that of the others, as torchrun has it
 
@@ -134,29 +135,33 @@ def forked(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
 
 TELL = """
 import json, os, sys
-with open(f"{sys.argv[1]}/{os.environ['RANK']}.json", "w") as file:
+with open(f"{sys.argv[1]}/{os.environ.get('RANK', '0')}.json", "w") as file:
     json.dump(dict(os.environ), file)
 """
 
 
 def run_forked_by(
-    launcher: Sequence[str], command: Sequence[str], environment: dict[str, str], timeout_s: float
-) -> tuple[int | None, str]:
+    launcher: Sequence[str],
+    command: Sequence[str],
+    environment: dict[str, str],
+    timeout_s: float,
+    cwd: Path = ROOT,
+) -> tuple[int | None, str, str]:
     """As `launcher command`, on forked processes: the launcher starts a script that tells what it was given.
 
-    Returns the status, and the output with the errors.
+    Returns the status, the output and the errors, each with the launcher's own at its beginning.
     """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "tell.py"
         script.write_text(TELL)
-        status, *texts = run([*launcher[1:], str(script), folder], [environment], timeout_s)
+        status, *texts = run([*launcher[1:], str(script), folder], [environment], timeout_s, cwd)
         assert status == 0, texts
         told = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
     # the launcher is gone, and with it the store of its own
     addresses = ranked({}, len(told))
     told = [{k: v for k, v in one.items() if not k.startswith("TORCHELASTIC")} | a for one, a in zip(told, addresses)]
-    status, output, errors = run(command, told, timeout_s)
-    return status, output + errors
+    status, output, errors = run(command, told, timeout_s, cwd)
+    return status, texts[0] + output, texts[1] + errors
 
 
 def python(
@@ -198,6 +203,7 @@ def be(
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
+        spared.remember_comparisons()
         command = [*command, *([] if pipe is None else [str(pipe.fileno())])]
         if command[0] == "-m":
             sys.argv = command[1:]

@@ -1,5 +1,6 @@
 """Tiny models, data and rewards that the tests share; everything is made locally, nothing is downloaded."""
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -99,6 +100,7 @@ def tiny_scorer() -> Any:
         return AutoModelForSequenceClassification.from_config(tiny_config("llama", num_labels=1))
 
 
+@functools.cache
 def prompts(count: int = 22, seed: int = 0) -> Dataset:
     """Prompts of 3 to 10 characters, with a column the rewards may use."""
     source = random.Random(seed)

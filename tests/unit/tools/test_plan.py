@@ -39,6 +39,7 @@ QWEN = {**MODELS["qwen2.5-0.5b"], "num_hidden_layers": 6}  # a quarter of the la
 MEASURED = decoder("llama", 16384, 640, 1792, 12, 10, 5)
 
 
+@pytest.mark.full  # twenty seconds in an interpreter of its own; the arithmetic below is that of the formula
 def test_the_formula_is_one_to_one_and_a_half_times_what_is_measured(tmp_path):
     """In training and in sampling. What it says of other models and settings is out of these bounds."""
     path = tmp_path / "config.json"
