@@ -8,17 +8,16 @@ ROUNDING = {
     "rewards": (1e-6, 1e-6),  # of the range of their group
     "advantages": (1e-4, 5e-2),
     "optimizer": (1e-6, 1e-6),
+    # in half precision those of the first step, of the same weights and completions, differed by up to 2e-3
+    "first values": (1e-4, 5e-3),
     "values": (1e-4, 5e-2),
     # of what training has changed. Adam divides a gradient by its own size, so an element whose gradient is rounding
     # noise moves by a whole learning rate: with the default epsilon, updates from equal gradients differ by 1e-5 to
     # 1e-2. In half precision, once a sampled token has changed, by up to 0.33; updates of another seed differ by 1.4
     "weights": (1e-2, 0.5),
-    # the first gradient, its norm and the first log line, of the same weights and completions. bfloat16 has 8 bits:
-    # when forwards rounded differently, gradients differed by up to 5e-2 and sums over the step by up to 2e-3; most
-    # faults cause larger errors (docs/tools.md)
+    # the first gradient, of the same weights and completions. bfloat16 has 8 bits: when forwards rounded differently,
+    # gradients differed by up to 5e-2; most faults cause larger errors (docs/tools.md)
     "gradient": (1e-5, 0.1),
-    "first log": (1e-4, 5e-3),
-    "log": (1e-2, math.inf),
 }
 # Float32 has 24 bits, and two orders of summation change a gradient by 1e-7 to 5e-6 of its norm (measured: the demo,
 # SmolLM2-135M). The smallest fault that was measured, an entropy bonus that is a mean of means, changes it by 2e-4.

@@ -77,8 +77,8 @@ class Comparison:
         return {**finite(dataclasses.asdict(self)), "text": self.text}
 
 
-def compare_trails(a: Record, b: Record, half: bool, exact: bool = False) -> Comparison:
-    """Compare the steps that both have, in the order in which they are made; `exact`: no difference is rounding."""
+def compare_trails(a: Record, b: Record, half: bool) -> Comparison:
+    """Compare the steps that both have, in the order in which they are made."""
     steps = sorted({*a.trained} & {*b.trained})
     comparison = Comparison("same bits", len(steps), missing=[*_lacks("A", a), *_lacks("B", b)])
     logged = [{name for step in steps for name in trail.steps[step]["values"]} for trail in (a, b)]
@@ -105,7 +105,8 @@ def compare_trails(a: Record, b: Record, half: bool, exact: bool = False) -> Com
                 comparison.changed_completions[step] = difference.count / difference.of
             if comparison.first is not None:
                 continue
-            if error <= ROUNDING.get(stage, (0.0, 0.0))[half] and not exact:
+            bounds = "first values" if step == 1 and stage == "values" else stage
+            if error <= ROUNDING.get(bounds, (0.0, 0.0))[half]:
                 comparison.verdict, comparison.begins = "rounding", comparison.begins or difference
                 comparison.largest[stage] = max(comparison.largest.get(stage, 0.0), error)
             else:

@@ -176,11 +176,12 @@ def check(
     counts = integers(processes, "processes")
     sizes = None if micro_batch_sizes is None else integers(micro_batch_sizes, "micro_batch_sizes")
     shared = integers(sequence_parallel, "sequence_parallel")
-    with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as folder:
-        run, about = splits.load_run(settings_of(context, config), Path(folder))
+    with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name:
+        folder = Path(name)
+        run, about = splits.load_run(settings_of(context, config), folder / "data")
         typer.echo(about)
         cuts = splits.splits_of(run.config["global_batch_size"], counts, sizes, shared)
-        report = splits.check(run, cuts, steps=steps, against=against, tolerance=tolerance, bitwise=bitwise)
+        report = splits.check(run, cuts, folder, steps=steps, against=against, tolerance=tolerance, bitwise=bitwise)
     if json_file is not None:
         write_file("--json", json_file, json.dumps(report.as_dict(), indent=1))
     typer.echo(report.conclusion())

@@ -16,10 +16,9 @@ import pytest
 
 from grpo_ext.errors import LaunchError
 from grpo_ext.run.checkpoint import checkpoints, why_broken, why_not_resumable
-from grpo_ext.tools.check.runs import RunResult
 from tests.support.cases import Bench
 from tests.support.kills import MOMENTS, dying, dying_after
-from tests.support.launches import STEPS, long_run, run_all
+from tests.support.launches import STEPS, Trained, long_run, run_all
 from tests.support.tiny import letter_reward
 
 SEED = int(os.environ.get("CRASH_SEED", "20"))
@@ -74,7 +73,7 @@ def assert_none_lost(folder: Path, before: set[Path], context: Any) -> set[Path]
 @pytest.mark.parametrize("settings", [SYNCHRONOUS, AHEAD], ids=["synchronous", "ahead"])
 def test_killed_runs_end_with_the_same_bits(bench, request, capsys, settings):
     wanted, rng = request.config.getoption("--kills") or 3, random.Random(SEED)
-    whole: dict[int, RunResult] = {}
+    whole: dict[int, Trained] = {}
     kills: list[str] = []  # a line for each kill
     chains = 0
     while len(kills) < wanted:

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from grpo_ext.tools.check.comparison import update_error
-from grpo_ext.tools.check.runs import Run, RunResult
+from grpo_ext.tools.check.runs import Run
 from tests.support.cases import Bench
 from tests.support.kills import out_of_memory
-from tests.support.launches import run_all
+from tests.support.launches import Trained, run_all
 from tests.tolerances import UPDATE
 
 MODES: dict[str, dict[str, Any]] = {"default": {}, "bitwise": {"bitwise_invariant": True}}
@@ -17,7 +17,7 @@ CASES = [("default", 1), ("default", 4), ("default", 6), ("bitwise", 2)]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, RunResult]:
+def results(tmp_path_factory) -> dict[str, Trained]:
     bench = Bench(tmp_path_factory.mktemp("memory"))
 
     def run(mode: str, name: str, **changes: Any) -> Run:

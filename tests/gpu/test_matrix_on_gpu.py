@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from grpo_ext.errors import LaunchError
-from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
-from grpo_ext.tools.check.runs import Run, RunResult, train
+from grpo_ext.tools.check.comparison import update_error
+from grpo_ext.tools.check.runs import Run
 from tests.support.cases import CASES, Bench
 from tests.support.gpu import TOY, needs_gpu
-from tests.support.launches import REFERENCE
+from tests.support.launches import REFERENCE, Trained, describe_difference, metric_difference, train
 from tests.tolerances import DIFFERENT, METRIC, METRIC_BFLOAT16, UPDATE, UPDATE_BFLOAT16
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -22,17 +22,17 @@ BITWISE = [name for name in NAMES if "micro_batch_tokens" not in CASES[name].con
 SIZES = (REFERENCE, CUT)
 
 
-def trained(runs: list[Run]) -> list[RunResult]:
-    results: list[RunResult] = []
+def trained(runs: list[Run]) -> list[Trained]:
+    results: list[Trained] = []
     try:
         for result in train(runs, 1):
             results.append(result)
     except LaunchError as error:
-        results += [RunResult(run.name, error=str(error)) for run in runs[len(results) :]]
+        results += [Trained(run.name, error=str(error)) for run in runs[len(results) :]]
     return results
 
 
-def launch(runs: list[Run]) -> dict[str, RunResult]:
+def launch(runs: list[Run]) -> dict[str, Trained]:
     with ThreadPoolExecutor(LAUNCHES) as pool:
         shares = pool.map(trained, (runs[first::LAUNCHES] for first in range(LAUNCHES)))
         return {result.name: result for share in shares for result in share}
@@ -44,18 +44,18 @@ def bench(tmp_path_factory) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def plain(bench) -> dict[str, RunResult]:
+def plain(bench) -> dict[str, Trained]:
     return launch([bench.run(name, size, name=f"{name}-{size}") for name in NAMES for size in SIZES])
 
 
 @pytest.fixture(scope="module")
-def bitwise(bench) -> dict[str, RunResult]:
+def bitwise(bench) -> dict[str, Trained]:
     """In launches of their own: bitwise mode is refused where CUDA began without its setting of cuBLAS."""
     exact = {"bitwise_invariant": True, "trace": True}
     return launch([bench.run(name, size, name=f"{name}-{size}", **exact) for name in BITWISE for size in SIZES])
 
 
-def two_splits(results: dict[str, RunResult], name: str) -> list[RunResult]:
+def two_splits(results: dict[str, Trained], name: str) -> list[Trained]:
     both = [results[f"{name}-{size}"] for size in SIZES]
     for one in both:
         assert one.error is None, one.error

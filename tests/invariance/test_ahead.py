@@ -10,10 +10,10 @@ import pytest
 
 from grpo_ext.errors import LaunchError
 from grpo_ext.tools.check.comparison import update_error
-from grpo_ext.tools.check.runs import Run, RunResult
+from grpo_ext.tools.check.runs import Run
 from tests.support.cases import Bench
 from tests.support.kills import dying, failing_on, jittery, watched_collectives
-from tests.support.launches import assert_same_run, long_run, run_all
+from tests.support.launches import Trained, assert_same_run, long_run, run_all
 from tests.support.tiny import sparse_reward
 from tests.tolerances import DIFFERENT
 
@@ -43,7 +43,7 @@ def lagged(bench: Bench, name: str, lag: int, size: int = 16, **changes: Any) ->
 
 
 @pytest.fixture(scope="module")
-def whole(bench) -> dict[str, RunResult]:
+def whole(bench) -> dict[str, Trained]:
     runs = [lagged(bench, f"lag{lag}", lag) for lag in (0, 1, 2)] + [lagged(bench, "dynamic", 1, **DYNAMIC)]
     return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
 

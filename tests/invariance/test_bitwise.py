@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from grpo_ext.forward import choice
-from grpo_ext.tools.check.comparison import metric_difference
 from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import OURS
 from tests.support.cases import CASES, QUANTISED, Bench
-from tests.support.launches import REFERENCE, SIZES, Launches
+from tests.support.launches import REFERENCE, SIZES, Launches, metric_difference
 from tests.support.tiny import tiny_model
 from tests.support.trainers import change, error, make
 from tests.tolerances import UPDATE

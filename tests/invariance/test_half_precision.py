@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_ext.batching.micro_batches import MicroBatchLayout, StepSizes, plan_step
 from grpo_ext.precision import weight_gradients
-from grpo_ext.tools.check.comparison import describe_difference, update_error
+from grpo_ext.tools.check.comparison import update_error
 from tests.support.cases import LORA, Bench
-from tests.support.launches import REFERENCE, Launches
+from tests.support.launches import REFERENCE, Launches, describe_difference
 from tests.support.tiny import tiny_model
 from tests.support.trainers import change, error, far, log_of, native_fp16
 from tests.tolerances import DIFFERENT, UPDATE, UPDATE_BFLOAT16

@@ -1,13 +1,17 @@
 """The promise: the update and the log lines are the same for every micro-batch size and number of processes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
+from grpo_ext.tools.check.comparison import update_error
+from grpo_ext.tools.check.runs import Run
+from grpo_ext.tools.check.worker import build, train
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.cases import CASES, FULL, SETTINGS, Bench
 from tests.support.float64 import float64_throughout
-from tests.support.launches import REFERENCE, SIZES, Launches, run_all
+from tests.support.launches import REFERENCE, SIZES, Launches, describe_difference, metric_difference, run_all
 from tests.support.tiny import STOCK_SCORES, stock_scores
 from tests.tolerances import DIFFERENT, METRIC, METRIC_BFLOAT16, UPDATE, UPDATE_BFLOAT16, UPDATE_FLOAT64
 
@@ -74,6 +78,7 @@ def test_update_and_log_do_not_depend_on_the_split(launches, name, processes, si
     losses = [line["loss"] for line in reference.log if "loss" in line]
     assert len(losses) >= 2
     assert any(abs(loss) > 1e-9 for loss in losses)
+    assert any("eval_reward" in line for line in reference.log) is CASES[name].evaluate
 
 
 @stock_scores
@@ -89,17 +94,19 @@ def test_stock_trl_learns_something_else(launches, name, processes, size):
     assert update_error(reference.delta, other.delta) > DIFFERENT
 
 
+def update_in_float64(run: Run, folder: Path) -> dict[str, torch.Tensor]:
+    trainer = build(run, folder, 1)
+    with float64_throughout(trainer.model):
+        return train(run, trainer).delta
+
+
 def test_default_adam_agrees_to_rounding_in_float64(tmp_path):
     bench, names = Bench(tmp_path), ("kl", "quantile_bonus", "gpt2")  # grouped expert products have no float64
     loaded = {"model_init_kwargs": {"dtype": torch.float64}}  # the reference model too
-    exact = {"within": float64_throughout, "adam_epsilon": 1e-8, **loaded}
-    wide = [bench.run(name, REFERENCE, OURS, **exact) for name in names]
-    narrow = [bench.run(name, 3, OURS, **exact) for name in names]
-    results = run_all([*wide, *narrow], processes=1)
-    for name, a, b in zip(names, results[: len(names)], results[len(names) :]):
-        assert a.error is None, a.error
-        error = update_error(a.delta, b.delta)
-        assert error <= UPDATE_FLOAT64, f"{name}: {error:.2e}, {describe_difference(a.delta, b.delta)}"
+    for name in names:
+        runs = [bench.run(name, size, OURS, adam_epsilon=1e-8, **loaded) for size in (REFERENCE, 3)]
+        a, b = (update_in_float64(run, tmp_path) for run in runs)
+        assert (error := update_error(a, b)) <= UPDATE_FLOAT64, f"{name}: {error:.2e}, {describe_difference(a, b)}"
 
 
 def test_another_seed_learns_something_else(launches):

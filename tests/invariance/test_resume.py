@@ -7,12 +7,12 @@ from peft import LoraConfig
 
 from grpo_ext.errors import LaunchError
 from grpo_ext.run.checkpoint import checkpoints, why_not_resumable
-from grpo_ext.tools.check.comparison import metric_difference, update_error
-from grpo_ext.tools.check.runs import Run, RunResult
+from grpo_ext.tools.check.comparison import update_error
+from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import STOCK
 from tests.support.cases import DROPPING, Bench
 from tests.support.kills import dying
-from tests.support.launches import STEPS, assert_same_run, long_run, run_all
+from tests.support.launches import STEPS, Trained, assert_same_run, long_run, metric_difference, run_all
 from tests.support.selection import few_of
 from tests.support.tiny import sparse_reward, stock_scores
 from tests.tolerances import ADAM_EPSILON, DIFFERENT, METRIC, UPDATE
@@ -37,7 +37,7 @@ def bench(tmp_path_factory) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def whole(bench, request) -> dict[str, RunResult]:
+def whole(bench, request) -> dict[str, Trained]:
     """Uninterrupted runs, which leave a checkpoint of every step."""
     names = [name for name in RUNS if name not in FULL or request.config.getoption("--full")]
     runs = [long_run(bench, bench.folder, name, **RUNS[name]) for name in names]

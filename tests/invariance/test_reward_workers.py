@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from grpo_ext.tools.check.comparison import metric_difference, update_error
-from grpo_ext.tools.check.runs import RunResult
+from grpo_ext.tools.check.comparison import update_error
 from tests.support.cases import Bench
-from tests.support.launches import run_all
+from tests.support.launches import Trained, metric_difference, run_all
 from tests.tolerances import DIFFERENT
 
 pytestmark = pytest.mark.full  # in `make test`: tests/unit/rewards/test_workers.py
@@ -31,7 +30,7 @@ def functions(draws: bool) -> tuple[Callable[..., Any], ...]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[tuple[int, int, bool], RunResult]:
+def results(tmp_path_factory) -> dict[tuple[int, int, bool], Trained]:
     bench, found = Bench(tmp_path_factory.mktemp("workers")), {}
     exact = {"bitwise_invariant": True, "trace": True, "max_steps": 2, "logging_steps": 1, "rollout_chunk_size": 4}
     for processes, size in ((1, 16), (2, 3)):

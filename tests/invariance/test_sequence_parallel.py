@@ -6,11 +6,11 @@ import pytest
 
 from grpo_ext.errors import LaunchError
 from grpo_ext.run.record import read_record
-from grpo_ext.tools.check.comparison import describe_difference, metric_difference, update_error
+from grpo_ext.tools.check.comparison import update_error
 from grpo_ext.tools.check.runs import Run
 from tests.support.cases import CASES, Bench
 from tests.support.kills import dying, failing_on, out_of_memory, sampling_fails_on
-from tests.support.launches import REFERENCE, Launches, run_all
+from tests.support.launches import REFERENCE, Launches, describe_difference, metric_difference, run_all
 from tests.tolerances import METRIC, UPDATE
 
 full = pytest.mark.full

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_ext.tools.check.comparison import metric_difference
 from tests.support import tool_runs
 from tests.support.launch import on_processes
+from tests.support.launches import metric_difference
 from tests.support.tool_runs import CASES, SETTINGS
 from tests.support.trainers import error
 from tests.tolerances import DIFFERENT, METRIC, UPDATE

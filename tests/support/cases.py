@@ -54,7 +54,6 @@ class Case:
     prompts: int = 22
     evaluate: bool = False
     rollout_func: Any = None
-    nameless: bool = False  # a model object that cannot be loaded again by name
 
 
 # read in 4 or 8 bits from a folder that holds them so
@@ -100,7 +99,7 @@ CASES = {
     "gspo": Case({"loss_type": "grpo", "importance_sampling_level": "sequence", **REUSED}),
     "two_sided": Case({"loss_type": "grpo", "delta": 1.2, **REUSED}),
     "kl": Case({"beta": 0.1, **REUSED}),
-    "kl_bf16": Case({"beta": 0.1, "bf16": True, **ONE_ROLLOUT}, nameless=True),
+    "kl_bf16": Case({"beta": 0.1, "bf16": True, **ONE_ROLLOUT}),
     "kl_lora": Case({"beta": 0.1, **TWO_STEPS}, peft=LORA),
     # two steps: in the third a token of one split falls on the other side of rounding, and from there it is another run
     "truncated": Case({"mask_truncated_completions": True, "max_steps": 2}),
@@ -218,6 +217,11 @@ def quantised_model(bits: dict[str, Any], folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
 
 
+@dataclass(frozen=True)
+class CaseRun(Run):
+    eval_path: str | None = None  # folder of a data set that is evaluated once, when training ends
+
+
 class Bench:
     """Makes the runs of the matrix over one folder of models and data."""
 
@@ -249,13 +253,13 @@ class Bench:
             rows.save_to_disk(str(path))
         return str(path)
 
-    def run(self, case_name: str, micro_batch_size: int, trainer: str = OURS, **changes: Any) -> Run:
-        """The run of a case under one micro-batch size; `changes` replace fields of `Run` or settings."""
+    def run(self, case_name: str, micro_batch_size: int, trainer: str = OURS, **changes: Any) -> CaseRun:
+        """The run of a case under one micro-batch size; `changes` replace fields of `CaseRun` or settings."""
         case = CASES[case_name]
-        fields = {f.name for f in dataclasses.fields(Run)}
+        fields = {f.name for f in dataclasses.fields(CaseRun)}
         settings = {k: v for k, v in changes.items() if k not in fields}
         teacher = {} if case.teacher is None else {"teacher_model": self.model(case.teacher)}
-        run = Run(
+        run = CaseRun(
             name=f"{case_name}-{trainer}-{micro_batch_size}",
             model_path=self.model(case.model),
             data_path=self.data(case.prompts, case.model in FAMILIES),
@@ -265,6 +269,5 @@ class Bench:
             peft=LoraConfig(**case.peft) if case.peft else None,
             eval_path=self.data(5) if case.evaluate else None,
             rollout_func=case.rollout_func,
-            nameless=case.nameless,
         )
         return dataclasses.replace(run, **{k: v for k, v in changes.items() if k in fields})

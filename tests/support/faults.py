@@ -126,8 +126,12 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     "checks/model.py": [
         ("yield f\"{path or 'model'} ({type(module).__name__})", 'yield f"{path} ({type(model).__name__})', CHECKS)
     ],
+    "run/trail_comparison.py": [
+        ('if step == 1 and stage == "values"', "if False", "tests/unit/run/test_diff.py -k values_of_the_first_step")
+    ],
     "tools/check/comparison.py": [
-        ("return difference / norm if norm else", "return difference if norm else", f"{CHECK} -k error_is")
+        ("return difference / norm if norm else", "return difference if norm else", f"{CHECK} -k error_is"),
+        ("if not error <= ROUNDING[what][half]:", "if error > 1.0:", f"{CHECK} -k verdicts"),
     ],
     "rollouts/rounds.py": [
         ("starts[number] + place * group + i for", "place * group + i for", DYNAMIC),

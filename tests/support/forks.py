@@ -33,11 +33,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from grpo_ext.tools.check.runs import OUTPUT, WORKER, launched, ranked
+from grpo_ext.tools.check.runs import OUTPUT, launched, ranked
 from tests.support import spared
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+WORKER = "tests.support.worker"
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 # read when a run begins and not before (compilers, wandb), the server's own, or about accelerators: there is none
 LATER = (
@@ -124,10 +125,15 @@ def signal_to(processes: Sequence[Any], number: int) -> None:
                     os.kill(process.pid, number)
 
 
+def fresh(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
+    """A `Starter` (grpo_ext.tools.check.runs): a user's launch, with the worker of the tests."""
+    return launched(folder, {**environment, "PYTHONPATH": PATH}, pipe, WORKER)
+
+
 def forked(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
-    """A `Starter` (grpo_ext.tools.check.runs): from the server where it can, otherwise as a user's launch."""
+    """A `Starter`: from the server where it can, otherwise as a user's launch."""
     if not serves(environment):
-        return launched(folder, environment, pipe)
+        return fresh(folder, environment, pipe)
     output = folder / OUTPUT
     process = start(["-m", WORKER, str(folder)], environment, ROOT, output, output, pipe)
     return SimpleNamespace(kill=process.kill, wait=lambda: process.join() or process.exitcode)

@@ -7,10 +7,10 @@ import importlib.util
 
 import grpo_ext
 import grpo_ext.run.fingerprint
-import grpo_ext.tools.check.worker
 import tests.support.cases
 import tests.support.forks
-import tests.support.kills  # noqa: F401
+import tests.support.kills
+import tests.support.worker  # noqa: F401
 from tests.support.spared import spare
 
 assert grpo_ext.GRPOConfig

@@ -15,8 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grpo_ext.tools.check.runs import Run, RunResult, train
+from grpo_ext.tools.check.runs import Run
 from tests.support.cases import CASES, Bench
+from tests.support.launches import Trained, train
 
 ON_TWO = ("grpo", "kl", "moe", "padded", "prefix", "cut_dynamic", "ahead_gspo", "images", "kl_bf16", "replayed")
 BITWISE = ("grpo", "kl_lora", "dapo", "evaluation", "ahead_gspo")
@@ -31,7 +32,7 @@ def runs(bench: Bench) -> dict[int, list[Run]]:
     return {1: one, 2: [bench.run(name, 5, name=f"2x{name}") for name in ON_TWO]}
 
 
-def digest(result: RunResult) -> str:
+def digest(result: Trained) -> str:
     """A hash of what a run learned and logged; the message of a run that ended with an error."""
     if result.error is not None:
         return result.error

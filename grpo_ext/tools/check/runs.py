@@ -1,7 +1,7 @@
 """Training runs in separate processes, which `grpo-ext check` and the invariance tests compare.
 
-A run trains a few steps from a saved model and reports the parameter change and the log. Runs on the same number of
-processes share a launch, because importing the libraries takes longer than training a tiny model.
+A run trains a few steps from a saved model into its folder, and reports the parameter change. Runs on the same number
+of processes share a launch, because importing the libraries takes longer than training a tiny model.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,7 +24,6 @@ from peft import PeftConfig
 
 from ...errors import LaunchError, counted
 from ...rewards.worker import pack
-from ...run.record import Record
 from ..stock import OURS
 
 WORKER = "grpo_ext.tools.check.worker"
@@ -43,32 +42,23 @@ class Run:
     trainer: str = OURS  # or STOCK: TRL's trainer with the same settings
     peft: PeftConfig | None = None  # None: full training
     quantization: Any = None  # a `transformers.BitsAndBytesConfig`
-    eval_path: str | None = None  # folder of a data set that is evaluated once, after training
     trace: bool = False  # hash every parameter and optimizer tensor after every step; no `gradients` then
     resume_from: str | None = None  # a checkpoint
     rollout_func: Any = None
-    nameless: bool = False  # clear the model's name, as for a model built in memory
-    within: Callable[[Any], AbstractContextManager[Any]] = contextlib.nullcontext  # of the model, entered to train
 
     @property
     def half(self) -> str | None:
         """The half precision that the settings name: "bf16", "fp16" or None."""
         return next((name for name in ("bf16", "fp16") if self.config.get(name)), None)
 
-    @property
-    def in_float32(self) -> bool:
-        """Whether the run computes and trains in float32; TRL's adapters on quantised weights are bfloat16."""
-        return self.half is None and (self.quantization is None or self.trainer == OURS)
-
 
 @dataclass
 class RunResult:
     name: str
+    folder: str = ""  # with the run's record; by default in that of the launch
     delta: dict[str, torch.Tensor] = field(default_factory=dict)  # trained parameters after minus before, float64
-    log: list[dict[str, Any]] = field(default_factory=list)  # the Trainer's log lines
     error: str | None = None  # the message, if the run ended with an error
     trace: list[dict[str, str]] = field(default_factory=list)  # the hash of every tensor, by step
-    record: Record = field(default_factory=Record)  # empty for stock TRL
     # the first gradient that is not zero, as the optimizer gets it
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -77,9 +67,9 @@ class RunResult:
 Starter = Callable[[Path, dict[str, str], Connection], Any]
 
 
-def launched(folder: Path, environment: dict[str, str], pipe: Connection) -> Any:
+def launched(folder: Path, environment: dict[str, str], pipe: Connection, worker: str = WORKER) -> Any:
     """Start a fresh interpreter that Ctrl-C does not reach (a `Starter`)."""
-    command = [sys.executable, "-m", WORKER, str(folder), str(pipe.fileno())]
+    command = [sys.executable, "-m", worker, str(folder), str(pipe.fileno())]
     with (folder / OUTPUT).open("ab") as output:
         streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "pass_fds": [pipe.fileno()]}
         return subprocess.Popen(command, env=environment, start_new_session=True, **streams)

@@ -85,7 +85,7 @@ def _precision(run: Run) -> str:
     if run.quantization is None:
         return "float32"
     bits = next((n for n in (4, 8) if getattr(run.quantization, f"load_in_{n}bit", False)), "fewer")
-    return f"{'float32' if run.in_float32 else 'bfloat16'} on weights of {bits} bits"
+    return f"float32 on weights of {bits} bits"
 
 
 def splits_of(
@@ -109,13 +109,16 @@ def splits_of(
     first, *further = processes
     splits = [Split(global_batch_size, first), Split(uneven, first)]
     splits += [Split(max(1, global_batch_size // (2 * n)), n) for n in further]
-    splits = list(dict.fromkeys(splits)) if sizes is None else [Split(size, n) for n in processes for size in sizes]
-    return [replace(s, sequence_parallel_size=n) for s in splits for n in sequence_parallel if s.processes % n == 0]
+    if sizes is not None:
+        splits = [Split(size, n) for n in processes for size in sizes]
+    splits = [replace(s, sequence_parallel_size=n) for s in splits for n in sequence_parallel if s.processes % n == 0]
+    return list(dict.fromkeys(splits))
 
 
 def check(
     run: Run,
     splits: Sequence[Split],
+    folder: Path,
     *,
     steps: int = 3,
     against: str | None = None,
@@ -124,7 +127,8 @@ def check(
 ) -> CheckReport:
     """Train a few steps of a run, which has a `global_batch_size`, under every split; compare with the first split.
 
-    `bitwise` trains with `bitwise_invariant=True` and compares hashes of every tensor after every step.
+    Every split trains into a run folder of its own in `folder`. `bitwise` trains with `bitwise_invariant=True` and
+    compares hashes of every tensor after every step.
     """
     if against not in (None, STOCK):
         raise ConfigError(f"against={against!r} is unknown; use 'trl' or nothing.")
@@ -145,8 +149,9 @@ def check(
             for split in (split for split in splits if split.processes == processes):
                 if trainer == STOCK and split.sequence_parallel_size > 1:
                     continue  # it has no such layout
-                settings = {**config, **split.settings}
-                job = replace(run, name=str(len(jobs)), trainer=trainer, config=settings, trace=bitwise)
+                name = f"{trainer}, {split}"
+                settings = {**config, **split.settings, "output_dir": str(folder / name)}
+                job = replace(run, name=name, trainer=trainer, config=settings, trace=bitwise)
                 jobs.append((job, split))
         for trained, (job, split) in zip(train([job for job, _ in jobs], processes), jobs, strict=True):
             if trained.error is None:

@@ -4,6 +4,7 @@ import os
 import pickle
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,16 @@ from ...config import GRPOConfig
 from ...errors import ConfigError
 from ...rewards.worker import unpack
 from ...run.fingerprint import state_hashes
-from ...run.record import STEPS, read_record
+from ...run.log import RunLog
 from ...trainer import GRPOTrainer
 from ..stock import STOCK, stock_config
 from .runs import RUNS, Run, RunResult
 
+Builder = Callable[[Run, Path, int], Any]  # of the trainer: from a run, the folder of the launch, and its processes
 
-def _build(run: Run, folder: Path, processes: int) -> Any:
+
+def build(run: Run, folder: Path, processes: int) -> Any:
+    """The trainer of a run, whose folder is by default in that of the launch."""
     defaults = {"report_to": "none", "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "bf16": False}
     config: dict[str, Any] = {"output_dir": str(folder / run.name / "out"), **defaults, **run.config}
     if run.trainer == STOCK:
@@ -36,14 +40,11 @@ def _build(run: Run, folder: Path, processes: int) -> Any:
         args, trainer_class = GRPOConfig(**config), GRPOTrainer
     load = {**(config.get("model_init_kwargs") or {}), "device_map": None, "quantization_config": run.quantization}
     model = create_model_from_path(run.model_path, **load)
-    if run.nameless:
-        model.config._name_or_path = ""
     trainer = trainer_class(
         model=model,
         reward_funcs=list(run.rewards),
         args=args,
         train_dataset=load_from_disk(run.data_path),
-        eval_dataset=load_from_disk(run.eval_path) if run.eval_path else None,
         processing_class=processing_class_of(run.model_path, args),
         quantization_config=run.quantization,
         peft_config=run.peft,
@@ -72,32 +73,41 @@ class _Recorder(TrainerCallback):
             self.result.trace.append(state_hashes(model, optimizer))
 
 
-def _train(run: Run, trainer: trl.GRPOTrainer) -> RunResult:
+def train(run: Run, trainer: Any) -> RunResult:
     result = RunResult(run.name)
     model = trainer.accelerator.unwrap_model(trainer.model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     before = {name: p.detach().double().clone() for name, p in parameters.items()}
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(_Recorder(run, result))
-    with run.within(model):
-        trainer.train(resume_from_checkpoint=run.resume_from)
-        if run.eval_path:
-            trainer.evaluate()
+    trainer.train(resume_from_checkpoint=run.resume_from)
+    result.folder = str(trainer.args.output_dir)
     result.delta = {name: (p.detach().double() - before[name]).cpu() for name, p in parameters.items()}
-    result.log = trainer.state.log_history
-    if (folder := Path(str(trainer.args.output_dir)) / STEPS).is_file():
-        result.record = read_record(folder.parent)
+    if run.trainer == STOCK and trainer.is_world_process_zero():
+        _write_record(trainer)
     return result
 
 
-def _outcome(run: Run, folder: Path, processes: int) -> RunResult:
+def _write_record(trainer: Any) -> None:
+    """Write what stock TRL has logged as a record, so that its runs are compared as those of this package."""
+    log, args = RunLog(), trainer.args
+    dtypes = sorted({str(parameter.dtype) for parameter in trainer.model.parameters()})
+    about = {"settings": {"bf16": args.bf16, "fp16": args.fp16}, "model": {"dtypes": dtypes}}
+    log.begin(args.output_dir, None, 0, {"trail": True, **about})
+    for line in trainer.state.log_history:
+        if "loss" in line:
+            log.step(line["step"], line, None)
+    log.end(trainer.state.global_step, {"ended": "finished"})
+
+
+def _outcome(run: Run, folder: Path, processes: int, build: Builder) -> RunResult:
     """The result of a run, or its error if every process has the same one."""
     trainer = None
     try:
-        trainer = _build(run, folder, processes)
+        trainer = build(run, folder, processes)
         if trainer.accelerator.num_processes != processes:
             raise RuntimeError(f"{processes} processes were started, {trainer.accelerator.num_processes} are joined")
-        return _train(run, trainer)
+        return train(run, trainer)
     except Exception as error:
         refused = trainer is None and isinstance(error, ValueError)  # by this package or TRL
         if processes > 1 and not refused:
@@ -105,8 +115,14 @@ def _outcome(run: Run, folder: Path, processes: int) -> RunResult:
         return RunResult(run.name, error=f"{type(error).__name__}: {error}")
 
 
-def main(folder: Path, caller: Connection) -> None:
-    """Train every run of a launch. The main process sends results; each sends None at the end, or an error's text."""
+def main(arguments: Sequence[str], build: Builder = build) -> None:
+    """Train every run of a launch. The main process sends results; each sends None at the end, or an error's text.
+
+    `arguments`: the folder of the launch, and this process's end of the pipe.
+    """
+    folder, descriptor = Path(arguments[0]), int(arguments[1])
+    os.set_inheritable(descriptor, False)
+    caller = Connection(descriptor)
 
     def end_with_caller() -> None:
         caller.poll(None)  # it has closed its end of the pipe
@@ -117,7 +133,7 @@ def main(folder: Path, caller: Connection) -> None:
     last: Any = None
     try:
         for run in unpack((folder / RUNS).read_bytes()):
-            result = _outcome(run, folder, processes)
+            result = _outcome(run, folder, processes, build)
             if main_process:
                 caller.send_bytes(pickle.dumps(result))
     except Exception as error:
@@ -128,6 +144,4 @@ def main(folder: Path, caller: Connection) -> None:
 
 
 if __name__ == "__main__":
-    descriptor = int(sys.argv[2])
-    os.set_inheritable(descriptor, False)
-    main(Path(sys.argv[1]), Connection(descriptor))
+    main(sys.argv[1:])

@@ -43,17 +43,23 @@ def test_a_value_that_only_one_run_logs_is_a_note():
 
 
 def test_numbers_have_the_digits_that_tell_them_apart():
-    found = compare_trails(trail(1.0, first=1, loss=1 / 3), trail(1.0, first=1, loss=0.3334), half=False, exact=True)
-    assert found.first is not None
-    assert found.first.what == "loss is 0.3333 and 0.3334"
+    found = compare_trails(trail(1.0, first=1, loss=1 / 3), trail(1.0, first=1, loss=0.3334), half=False)
+    assert found.begins is not None
+    assert found.begins.what == "loss is 0.3333 and 0.3334"
 
 
-def test_an_exact_comparison_takes_no_difference_for_rounding():
-    pair = trail(0.0, 1.0), trail(0.0, 1.0 + 1e-9)
-    assert compare_trails(*pair, half=False).verdict == "rounding"
-    first = compare_trails(*pair, half=False, exact=True).first
-    assert first is not None
-    assert (first.stage, first.step) == ("weights", 1)
+def test_the_first_difference_that_is_rounding_is_named():
+    found = compare_trails(trail(0.0, 1.0), trail(0.0, 1.0 + 1e-9), half=False)
+    assert (found.verdict, found.first) == ("rounding", None)
+    assert found.begins is not None
+    assert (found.begins.stage, found.begins.step) == ("weights", 1)
+
+
+@pytest.mark.parametrize(("step", "verdict"), [(1, "different"), (2, "rounding")])
+def test_values_of_the_first_step_differ_less_in_half_precision(step, verdict):
+    """Weights and completions are the same there."""
+    one, other = ({s: {"values": {"loss": loss if s == step else 1.0}} for s in (1, 2)} for loss in (1.0, 1.01))
+    assert compare_trails(Record(steps=one), Record(steps=other), half=True).verdict == verdict
 
 
 def test_two_values_that_are_no_numbers_are_equal_and_any_other_is_not():

@@ -1,9 +1,11 @@
 """The comparison itself: it tells same from different, and never passes on nothing."""
 
+import itertools
 import json
 import math
 import os
 import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,20 +17,13 @@ from peft import LoraConfig
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, LaunchError
-from grpo_ext.run.record import Record
+from grpo_ext.run.log import RunLog
+from grpo_ext.run.record import STEPS
 from grpo_ext.tools.check import runs, splits
-from grpo_ext.tools.check.comparison import (
-    CheckReport,
-    Split,
-    SplitResult,
-    compare,
-    gradient_error,
-    metric_difference,
-    update_error,
-)
+from grpo_ext.tools.check.comparison import CheckReport, Split, SplitResult, compare, update_error
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
-from grpo_ext.tools.cli import app
+from grpo_ext.tools.cli import app, main
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.cases import Bench
 from tests.support.forks import SERVED, serves
@@ -55,117 +50,161 @@ def test_update_error_is_the_relative_distance_of_the_updates():
     assert update_error(delta(1.0), {"other": torch.ones(1)}) == math.inf
 
 
-def with_gradient(*values: float, norm: float = 1.0, loss: float = 1.0, update: float = 1.0, **log: float) -> RunResult:
-    """A run of two steps; its first log line has this norm, its second one this loss."""
-    lines = [{"grad_norm": norm, **log}, {"loss": loss}]
-    return RunResult("a", delta(update), lines, gradients={"w": torch.tensor(values)})
+@pytest.fixture
+def trained(tmp_path):
+    """Makes the result of a run of two steps, and its folder."""
+    numbers = itertools.count()
 
+    def run(
+        *gradient: float, update: float = 1.0, tokens: str = "b", half: bool = False, steps: int = 2, **values: float
+    ) -> RunResult:
+        """The second step has this loss, and a completion of these tokens; the first step the other values."""
+        folder, log, loss = tmp_path / f"run{next(numbers)}", RunLog(), values.pop("loss", 1.0)
+        folder.mkdir()
+        log.begin(folder, None, 0, {"trail": True, "settings": {"bf16": half}})
+        rounds = {"count": 4, "rows": [5], "group": 4, "prompts": ["a"], "rewards": {}}
+        for step, last in enumerate(("b", tokens)[:steps], 1):
+            batch = {"rounds": [{**rounds, "completions": ["b", "b", "b", last]}], "chosen": None, "advantages": [0.5]}
+            log.append({"line": "rollout", "step": step, **batch})
+            first = {"grad_norm": 0.2, "entropy": 2.0, "sampling/ratio_max": 1.1, **values}
+            log.step(step, first if step == 1 else {"loss": loss}, None)
+        log.end(steps, {"ended": "finished"})
+        return RunResult("a", str(folder), delta(update), gradients={"w": torch.tensor(gradient or (3.0, 4.0))})
 
-def test_the_gradient_error_is_that_of_the_first_gradient_and_of_its_norm():
-    reference = with_gradient(3.0, 4.0)
-    assert gradient_error(reference, reference) == 0.0
-    assert gradient_error(reference, with_gradient(3.0, 4.5)) == pytest.approx(0.1)
-    assert gradient_error(reference, with_gradient(3.0, 4.0, norm=2.0)) == pytest.approx(1.0)  # clipping hides it
-    assert gradient_error(with_gradient(0.0), with_gradient(1e-9)) == math.inf
-    assert gradient_error(reference, RunResult("b", log=[{"grad_norm": 1.0}])) == math.inf
-
-
-def test_metric_difference_finds_the_worst_value_and_leaves_timings_out():
-    a = [{"loss": 1.0, "step_time": 1.0, "rewards/time_bonus/mean": 0.5, "train_runtime": 3.0}]
-    b = [{"loss": 1.0, "step_time": 9.0, "rewards/time_bonus/mean": 0.7, "train_runtime": 4.0}]
-    gap, name = metric_difference(a, b)
-    assert name == "rewards/time_bonus/mean"
-    assert gap == pytest.approx(0.2)
-    assert metric_difference(a, a * 2)[0] == math.inf
-    assert metric_difference([{"x": math.nan}], [{"x": math.nan}])[0] == 0.0
-    assert metric_difference([{"x": 1.0}], [{}])[0] == math.inf
+    return run
 
 
 def verdict(reference: RunResult, other: RunResult, trace: bool = False, **changes: Any) -> SplitResult:
-    return compare(replace(run_of({}), trace=trace, **changes), Split(1), reference, other)
+    return compare(replace(run_of({"max_steps": 2}), trace=trace, **changes), Split(1), reference, other)
 
 
-USUAL = {"norm": 0.2, "entropy": 2.0, "sampling/ratio_max": 1.1}
-NORM = "grad_norm differs by 1.0e-02 in the first log line, more than 16-bit rounding"
+def test_the_gradient_error_is_that_of_the_first_gradient_and_of_its_norm(trained):
+    reference = trained(3.0, 4.0)
+    assert verdict(reference, reference).gradient_error == 0.0
+    assert verdict(reference, trained(3.0, 4.5)).gradient_error == pytest.approx(0.1)
+    assert verdict(reference, trained(3.0, 4.0, grad_norm=0.4)).gradient_error == pytest.approx(
+        0.5
+    )  # clipping hides it
+    assert verdict(trained(0.0), trained(1e-9)).gradient_error == math.inf
+    assert verdict(reference, replace(reference, gradients={})).gradient_error == math.inf
+
+
+BEYOND = "{}: the exact difference is more than rounding ({})".format
+CHANGED = "completions at step 2: generation 3 of row 5 has other tokens"
+ROUGH = (3.0, 4.05)  # a gradient that half precision has rounded
 
 
 @pytest.mark.parametrize(
     ("half", "gradient", "changes", "expected", "reason"),
     [
-        (False, 4.0, {}, "same", ""),
-        (False, 4.0, {"update": 1.005}, "rounding", ""),  # the gradient agrees, and Adam enlarges rounding
-        (False, 4.0, {"loss": 1.005}, "rounding", ""),  # of a later step
-        (False, 4.0, {"update": 1.02}, "differs", "largest difference 2.00e-02 (mean 2.00e-02) in w"),
-        (False, 4.0, {"loss": 1.02}, "differs", "only the log differs, most in loss"),
-        (False, 4.0, {"entropy": 2.005}, "differs", "only the log differs, most in entropy"),  # of the same weights
-        (False, 4.0, {"norm": 0.20002}, "differs", "the gradient differs, but the update hides it"),
-        (False, 4.0, {"update": 1.005, "norm": math.nan}, "differs", "largest difference"),
-        (True, 4.05, {"norm": 0.2004, "update": 1.2, "loss": 9.0}, "rounding", ""),  # other completions in later steps
-        (True, 4.05, {"sampling/ratio_max": 1.3}, "rounding", ""),  # of sampler and trainer: rounding itself
-        (True, 4.05, {"norm": 0.202}, "differs", NORM),
-        (True, 4.05, {"entropy": 2.02}, "differs", "entropy differs by 9.9e-03 in the first log line"),
-        (True, 4.05, {"update": 1.6}, "differs", "largest difference"),
-        (True, 4.6, {}, "differs", "the gradient differs by more than 16-bit rounding (0.1)"),
+        (False, (), {"loss": 1.00005}, "same", ""),
+        (False, (), {"update": 1.005}, "rounding", ""),  # the gradient agrees, and Adam enlarges rounding
+        # the record says rounding, the exact changes do not
+        (False, (), {"update": 1.02}, "differs", BEYOND("weights", 0.01)),
+        (False, (), {"update": math.nan}, "differs", BEYOND("weights", 0.01)),
+        (False, (3.0, 4.001), {}, "differs", BEYOND("gradient", "1e-05")),
+        (False, (), {"grad_norm": 0.20001}, "differs", BEYOND("gradient", "1e-05")),
+        # the exact changes agree, the records do not
+        (False, (), {"loss": 1.005}, "differs", "values at step 2: loss is 1 and 1.005"),
+        (False, (), {"entropy": 2.005}, "differs", "values at step 1: entropy is 2 and 2.005"),
+        (False, (), {"tokens": "c"}, "differs", CHANGED),
+        (False, (), {"grad_norm": math.nan}, "differs", "values at step 1: grad_norm is 0.2 and None"),
+        (True, (), {}, "same", ""),
+        (True, (), {"loss": 1.001}, "rounding", ""),
+        (True, ROUGH, {"grad_norm": 0.2004, "update": 1.2}, "rounding", ""),
+        (True, ROUGH, {"tokens": "c", "update": 1.2, "loss": 9.0}, "rounding", CHANGED),  # later steps are other ones
+        (
+            True,
+            ROUGH,
+            {"tokens": "c", "update": 1.6},
+            "differs",
+            BEYOND("weights", 0.5),
+        ),
+        (True, ROUGH, {"sampling/ratio_max": 1.3}, "rounding", ""),  # of sampler and trainer: rounding itself
+        (True, ROUGH, {"grad_norm": 0.202}, "differs", "values at step 1: grad_norm is 0.2 and 0.202"),
+        (True, ROUGH, {"entropy": 2.02}, "differs", "values at step 1: entropy is 2 and 2.02"),
+        (True, ROUGH, {"loss": 1.1}, "differs", "values at step 2: loss is 1 and 1.1"),
+        (True, ROUGH, {"update": 1.6}, "differs", BEYOND("weights", 0.5)),
+        (True, (3.0, 4.6), {}, "differs", BEYOND("gradient", 0.1)),
     ],
 )
-def test_verdicts(half, gradient, changes, expected, reason):
-    reference, config = with_gradient(3.0, 4.0, **USUAL), {"bf16": half}
-    assert verdict(reference, reference, config=config).verdict == "reference"
-    result = verdict(reference, with_gradient(3.0, gradient, **{**USUAL, **changes}), config=config)
-    assert result.verdict == expected
-    assert result.reason.startswith(reason)
-    assert bool(result.reason) is bool(reason)
+def test_verdicts(trained, half, gradient, changes, expected, reason):
+    reference = trained(half=half)
+    assert verdict(reference, reference).verdict == "reference"
+    result = verdict(reference, trained(*gradient, half=half, **changes))
+    assert (result.verdict, result.reason) == (expected, reason)
 
 
-def trail(*losses: float, tokens: str = "b") -> Record:
-    """One whose second rollout batch has these tokens."""
-    part = {"count": 1, "rows": [5], "group": 1, "prompts": ["a"], "rewards": {}}
-    rollouts = {
-        step: {"rounds": [{**part, "completions": [ids]}], "chosen": None, "advantages": [0.5]}
-        for step, ids in enumerate(("b", tokens), 1)
-    }
-    return Record([], [], rollouts, {step: {"values": {"loss": loss}} for step, loss in enumerate(losses, 1)})
+def test_the_largest_difference_of_a_logged_value_is_reported(trained):
+    reference = trained()
+    assert verdict(reference, trained(loss=1.00005)).metric_error == pytest.approx(5e-5, rel=1e-3)
+    assert verdict(reference, trained(loss=2.0, entropy=2.0001)).metric_error == pytest.approx(0.5)
+    assert verdict(reference, trained(loss=2.0, tokens="c")).metric_error == 0.0
 
 
-def test_a_split_that_differs_is_reported_with_its_first_stage():
-    one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
-    one.record, other.record = trail(1.0, 1.0), trail(1.0, 9.0, tokens="c")
-    assert verdict(one, other).reason == "completions at step 2: generation 0 of row 5 has other tokens"
-    other.record = trail(1.5, 9.0, tokens="c")
-    assert verdict(one, other).reason == "values at step 1: loss is 1 and 1.5"
-    other.record = one.record
-    assert verdict(one, other).reason.startswith("largest difference")
+def test_stock_trl_is_told_that_its_first_rollout_differs(trained):
+    one = trained(num_tokens=40)
+    assert verdict(one, trained(num_tokens=40, entropy=3.0), trainer=STOCK).reason.startswith("values at step 1")
+    assert verdict(one, trained(num_tokens=41), trainer=STOCK).reason.startswith("the first rollout differs")
 
 
-def test_stock_trl_is_told_that_its_first_rollout_differs():
-    one, other = with_gradient(1.0), with_gradient(1.0, update=1.5)
-    assert verdict(one, other, trainer=STOCK).reason.startswith("largest difference")
-    one.log[0]["num_tokens"], other.log[0]["num_tokens"] = 40, 41
-    assert verdict(one, other, trainer=STOCK).reason.startswith("the first rollout differs")
-
-
-def test_a_run_that_learned_nothing_is_not_ok():
-    still = RunResult("a", delta(0.0), [{"loss": 0.0}])
+def test_a_run_that_learned_nothing_is_not_ok(trained):
+    still = trained(update=0.0)
     report = CheckReport([verdict(still, still)], steps=1)
     assert report.conclusion() == "Nothing was learned, so there is nothing to compare."
     assert not report.ok
 
 
-def test_bits_are_compared_by_hashes_and_the_first_difference_is_named():
+def test_bits_are_compared_by_hashes_and_the_first_difference_is_named(trained):
     trace = [{"parameter/a": "1", "optimizer/a/exp_avg": "2"}, {"parameter/a": "3", "optimizer/a/exp_avg": "4"}]
     other = [trace[0], {"parameter/a": "3", "optimizer/a/exp_avg": "5"}]
-    one = RunResult("a", delta(1.0), [{"loss": 1.0}], trace=trace, record=trail(1.0, 1.0))
+    one = replace(trained(), trace=trace)
 
-    def reason(trace, logged=1.0, loss=1.0):
-        two = RunResult("b", delta(1.0), [{"loss": logged}], trace=trace, record=trail(1.0, loss))
-        result = verdict(one, two, trace=True)
+    def reason(trace, **changes):
+        result = verdict(one, replace(trained(**changes), trace=trace), trace=True)
         assert result.verdict == ("differs" if result.reason else "same bits")
         return result.reason
 
     assert reason(trace) == ""
     assert reason(other) == "the state of the optimizer differs"
-    assert reason(other, loss=1.0 + 1e-12) == "values at step 2: loss is 1 and 1.000000000001"  # rounding too
-    assert reason(trace, 1.0 + 1e-12) == "only the log differs, most in loss"
+    for tensors in (trace, other):  # rounding too
+        assert reason(tensors, loss=1.0 + 1e-12) == "values at step 2: loss is 1 and 1.000000000001"
+    assert reason(trace, loss=1.0 + 1e-12, entropy=3.0) == "values at step 1: entropy is 2 and 3"
+
+
+@pytest.fixture
+def status(monkeypatch):
+    """The exit status of the command for two splits with these results."""
+
+    def command(*results: RunResult) -> Any:
+        monkeypatch.setattr(splits, "train", lambda jobs, processes: results)
+        monkeypatch.setattr(splits, "load_run", lambda *args: (run_of(SIZES), ""))
+        monkeypatch.setattr(sys, "argv", ["grpo-ext", "check", "--processes", "1", "--steps", "2"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code
+
+    return command
+
+
+def test_the_exit_status_tells_a_difference_from_a_run_that_was_not_compared(status, trained):
+    assert not status(trained(), trained())
+    assert status(trained(), trained(update=1.02)) == 1
+    assert status(trained(), trained(loss=1.005)) == 1
+    assert status(trained(), RunResult("b", error="GrpoExtError: no")) == 2
+    assert status(trained(update=0.0), trained(update=0.0)) == 2
+
+
+def test_a_run_whose_record_lacks_steps_is_not_compared(status, tmp_path, trained):
+    short, damaged, lost = trained(steps=1), trained(), trained()
+    record = Path(damaged.folder) / STEPS
+    record.write_bytes(record.read_bytes().replace(b'"loss": 1.0', b'"loss": 1.1'))
+    (Path(lost.folder) / STEPS).unlink()
+    messages = ("the records have 1 of 2 steps", "is not as it was written", f"it has no {STEPS}")
+    for other, message in zip((short, damaged, lost), messages, strict=True):
+        assert status(trained(), other) == 2
+        with pytest.raises(ConfigError, match=message):
+            check(run_of(SIZES), [Split(8), Split(4)], tmp_path, steps=2)
 
 
 def saved(folder: Path, config: dict[str, Any], model: Any = None) -> Run:
@@ -216,7 +255,7 @@ def test_three_splits_by_default_one_of_them_on_two_processes():
     assert splits_of(32, (1, 2, 3, 4)) == [Split(32), Split(5), Split(8, 2), Split(5, 3), Split(4, 4)]
     assert splits_of(6, (2,)) == [Split(6, 2), Split(4, 2)]
     assert splits_of(1, (1, 2)) == [Split(1), Split(1, 2)]
-    assert splits_of(8, (1, 2), (8, 3)) == [Split(8), Split(3), Split(8, 2), Split(3, 2)]
+    assert splits_of(8, (1, 2), (8, 3, 8)) == [Split(8), Split(3), Split(8, 2), Split(3, 2)]
 
 
 def test_each_number_of_processes_is_checked_with_the_sizes_that_divide_it():
@@ -228,15 +267,15 @@ def test_each_number_of_processes_is_checked_with_the_sizes_that_divide_it():
         splits_of(8, (1, 2), None, (1, 3))
 
 
-def test_stock_trl_trains_only_splits_that_share_no_forward(monkeypatch):
+def test_stock_trl_trains_only_splits_that_share_no_forward(monkeypatch, tmp_path, trained):
     launched: list[tuple[str, int]] = []
 
     def train(jobs, processes):
         launched.extend((job.trainer, job.config["sequence_parallel_size"]) for job in jobs)
-        return [with_gradient(1.0) for _ in jobs]
+        return [trained() for _ in jobs]
 
     monkeypatch.setattr(splits, "train", train)
-    check(run_of(SIZES), [Split(4, 2), Split(4, 2, 2)], against=STOCK)
+    check(run_of(SIZES), [Split(4, 2), Split(4, 2, 2)], tmp_path, steps=2, against=STOCK)
     assert launched == [(OURS, 1), (OURS, 2), (STOCK, 1)]
 
 
@@ -277,7 +316,7 @@ def test_no_process_is_left_of_a_launch_that_takes_too_long():
 def test_a_forked_run_has_the_bits_of_a_launched_one(tmp_path, processes):
     bench = Bench(tmp_path)
     ours = [bench.run(name, 5, trace=True, max_steps=2) for name in ("kl", "moe")]
-    for one, other in zip(run_all(ours, processes), runs.train(ours, processes), strict=True):
+    for one, other in zip(run_all(ours, processes), run_all(ours, processes, start=runs.launched), strict=True):
         assert one.error is None
         assert one.trace == other.trace
         assert one.log[0]["reward"] == other.log[0]["reward"]
@@ -286,18 +325,18 @@ def test_a_forked_run_has_the_bits_of_a_launched_one(tmp_path, processes):
 
 def test_wrong_sizes_and_names_are_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="against='verl' is unknown"):
-        check(run_of(SIZES), [Split(8)], against="verl")
+        check(run_of(SIZES), [Split(8)], Path(), against="verl")
     with pytest.raises(ConfigError, match="global_batch_size=15"):
-        check(run_of({**SIZES, "global_batch_size": 15}), [Split(8), Split(3)])
+        check(run_of({**SIZES, "global_batch_size": 15}), [Split(8), Split(3)], Path())
     with pytest.raises(ConfigError, match="1 x 8 alone has nothing to be compared with"):
-        check(run_of(SIZES), [Split(8)])
+        check(run_of(SIZES), [Split(8)], Path())
 
 
 def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     # the negative control of the comparison: noise drawn per micro-batch
     config = {**TRAINED, "learning_rate": 1e-3, "allow_split_dependent": True}
     noisy = saved(tmp_path, config, tiny_model("gpt2", attn_pdrop=0.2))
-    report = check(noisy, [Split(8), Split(4)], steps=2)
+    report = check(noisy, [Split(8), Split(4)], tmp_path / "runs", steps=2)
     assert [r.verdict for r in report.results] == ["reference", "differs"]
     assert not report.ok
     assert "allow_split_dependent" in str(report.results[1])
@@ -309,10 +348,10 @@ def test_stock_trl_is_not_compared_with_dropout(fork_launches, tmp_path):
     dropping = saved(tmp_path / "gpt2", TRAINED, tiny_model("gpt2", resid_pdrop=0.2))
     adapted = replace(saved(tmp_path / "lora", TRAINED), peft=LoraConfig(lora_dropout=0.05, task_type="CAUSAL_LM"))
     for run, part in ((dropping, r"resid_dropout \(Dropout\): p=0.2"), (adapted, r"lora_dropout.default .*p=0.05")):
-        report = check(run, [Split(8)], steps=1, against="trl")
+        report = check(run, [Split(8)], Path(run.model_path).with_name("runs"), steps=1, against="trl")
         assert re.search(f"draws dropout for each batch.*{part}", str(report))
     off = replace(dropping, config={**dropping.config, "disable_dropout": True})
-    assert "draws dropout" not in str(check(off, [Split(8)], steps=1, against="trl"))
+    assert "draws dropout" not in str(check(off, [Split(8)], tmp_path / "off", steps=1, against="trl"))
 
 
 class _Later:
@@ -329,6 +368,6 @@ class _Later:
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_the_first_stage_of_trained_runs_is_named(fork_launches, tmp_path, bitwise):
     run = replace(saved(tmp_path, {**TRAINED, "learning_rate": 1e-3}), rewards=(_Later(),))
-    report = check(run, [Split(8), Split(4)], steps=3, bitwise=bitwise)
+    report = check(run, [Split(8), Split(4)], tmp_path / "runs", steps=3, bitwise=bitwise)
     assert [r.verdict for r in report.results] == ["reference", "differs"]
     assert report.results[1].reason.startswith("rewards at step 1: later gave "), str(report.results[1])

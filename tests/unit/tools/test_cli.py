@@ -126,7 +126,7 @@ def checked(monkeypatch, invoke):
     """Runs `grpo-ext check`; returns the run it would train, and the result of the command."""
     seen = {}
 
-    def check(run, splits, **options):
+    def check(run, splits, folder, **options):
         seen.update(vars(run), dataset=load_from_disk(run.data_path), **options)
         raise ConfigError("stop here")
 
