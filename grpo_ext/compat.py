@@ -65,7 +65,7 @@ OVERRIDES = (
     *("__init__", "create_accelerator_and_postprocess", "get_total_train_batch_size", "get_train_dataloader"),
     *("_wrap_model", "get_eval_dataloader", "get_test_dataloader", "training_step", "prediction_step"),
     "_get_grad_norm",
-    *("evaluation_loop", "predict", "_prepare_inputs", "_compute_loss"),
+    *("evaluate", "evaluation_loop", "predict", "_prepare_inputs", "_compute_loss"),
     *("_get_per_token_logps_and_entropies", "get_high_entropy_mask", "_generate_and_score_completions"),
     *("_generate_single_turn", "_calculate_rewards", "train", "log", "_init_training_state"),
     *("_run_epoch", "_finalize_training", "_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load"),

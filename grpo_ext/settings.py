@@ -30,13 +30,14 @@ class Rule(NamedTuple):
     fits: Callable[[Any], bool] = lambda value: True
     least: int | None = None  # of a whole number, instead
     none: bool = False  # may be None
+    kind: Any = int | float  # of a value that may fit
 
     def check(self, name: str, value: Any) -> None:
         if self.none and value is None:
             return
         if self.least is not None:
             require_whole(name, value, self.least)
-        elif not isinstance(value, int | float) or not self.fits(value):
+        elif not isinstance(value, self.kind) or not self.fits(value):
             raise ConfigError(f"{name}={value!r}: use {self.takes}.")
 
 
@@ -56,14 +57,23 @@ class Row(NamedTuple):
     rule: Rule | None = None
 
 
+def _one_of(*values: Any) -> Rule:
+    return Rule(f"one of {', '.join(map(repr, values))}", values.__contains__, kind=object)
+
+
+LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 _SECONDS = Rule("seconds, more than 0, or None for no limit", lambda v: 0 < v <= TIMEOUT_MAX, none=True)
 _POSITIVE = Rule("a number above 0", lambda value: 0 < value < math.inf)
+_NOT_NEGATIVE = Rule("0 or more", lambda value: 0 <= value < math.inf)
+_BOUND = Rule("0 or more", lambda value: value >= 0, none=True)
+_FINITE = Rule("a finite number", math.isfinite, none=True)
 _LOW = Rule("a ratio of 0 or more, below 1 (SkyRL: 0.99)", lambda value: 0 <= value < 1, none=True)
 _HIGH = Rule("a ratio above 1 (SkyRL: 1.01)", lambda value: 1 < value < math.inf, none=True)
 _SHARE = Rule("a number above 0, below 1", lambda value: 0 < value < 1, none=True)
 _QUANTILE = Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _SWITCH = Rule("True or False", lambda value: isinstance(value, bool))
 _TOP_P = Rule("a number above 0, at most 1", lambda value: 0 < value <= 1)
+_AGGREGATION = _one_of("sum_then_normalize", "normalize_then_sum")
 _COEF = Rule("a number above 0, or None for 1 with a teacher", lambda value: 0 < value < math.inf, none=True)
 
 TABLE = (
@@ -89,7 +99,7 @@ TABLE = (
     Row("canonical_unit_size forward float32_weight_gradients", "loss", resume=BITWISE),
     Row("skip_zero_contribution", "loss", "args", BITWISE),
     Row("bitwise_threads", "completions loss", resume=BITWISE, rule=Rule(least=1)),
-    Row("eval_pass_threshold", "advantages", "rollout", rule=Rule("a finite number", math.isfinite, none=True)),
+    Row("eval_pass_threshold", "advantages", "rollout", rule=_FINITE),
     # ---- This package: how it runs
     Row("micro_batch_tokens", "layout", rule=Rule(least=2, none=True)),
     Row("sequence_parallel_size", "layout", marks="once"),
@@ -103,37 +113,45 @@ TABLE = (
     Row("num_iterations", "prompts", resume=ALWAYS, marks="planned"),
     Row("shuffle_dataset", "prompts", resume=ALWAYS),
     Row("chat_template_kwargs", "prompts", "rollout", ALWAYS),
-    Row("max_completion_length", "completions loss", "rollout", ALWAYS),
+    Row("max_completion_length", "completions loss", "rollout", ALWAYS, rule=Rule(least=1, none=True)),
     Row("temperature", "completions loss", resume=ALWAYS, marks="copied to_vllm", rule=_POSITIVE),
     Row("top_k", "completions", resume=ALWAYS, marks="copied to_vllm truncates"),
     Row("top_p", "completions", resume=ALWAYS, marks="copied to_vllm truncates", rule=_TOP_P),
-    Row("min_p", "completions", resume=ALWAYS, marks="copied to_vllm truncates"),
+    Row("min_p", "completions", resume=ALWAYS, marks="copied to_vllm truncates", rule=_QUANTILE._replace(none=True)),
     Row("repetition_penalty", "completions", resume=ALWAYS, marks="copied to_vllm", rule=_POSITIVE),
-    Row("generation_kwargs max_tool_calling_iterations", "completions", "rollout", ALWAYS),
+    Row("generation_kwargs", "completions", "rollout", ALWAYS),
+    Row("max_tool_calling_iterations", "completions", "rollout", ALWAYS, rule=Rule(least=0, none=True)),
     Row("mask_truncated_completions", "completions loss", "rollout", ALWAYS),
     Row("use_vllm", "completions", resume=ALWAYS, marks="engine unmeasured"),
-    Row("vllm_mode use_transformers_continuous_batching", "completions", marks="engine"),
+    Row("vllm_mode", "completions", marks="engine", rule=_one_of("server", "colocate")),
+    Row("use_transformers_continuous_batching", "completions", marks="engine"),
     Row("transformers_continuous_batching_config use_transformers_paged", "completions", resume=ALWAYS),
     Row("pad_to_multiple_of", "layout", marks="engine"),
     Row("vllm_structured_outputs_regex", "completions", resume=ALWAYS),
     Row("vllm_model_impl", "completions"),
     # ---- TRL: advantages and loss
-    Row("reward_weights scale_rewards multi_objective_aggregation", "advantages", "rollout", ALWAYS),
+    Row("reward_weights", "advantages", "rollout", ALWAYS),
+    Row("scale_rewards", "advantages", "rollout", ALWAYS, rule=_one_of("group", "batch", "none", True, False)),
+    Row("multi_objective_aggregation", "advantages", "rollout", ALWAYS, rule=_AGGREGATION),
     Row("vllm_importance_sampling_correction vllm_importance_sampling_mode", "loss", "rollout", ALWAYS),
-    Row("vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max", "loss", "rollout", ALWAYS),
-    Row("vllm_importance_sampling_cap", "loss", "rollout", ALWAYS),
-    Row("beta", "loss", "loss", ALWAYS, rule=Rule("0 or more", lambda value: 0 <= value < math.inf)),
+    Row("vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max", "loss", "rollout", ALWAYS, rule=_BOUND),
+    Row("vllm_importance_sampling_cap", "loss", "rollout", ALWAYS, rule=_BOUND),
+    Row("beta", "loss", "loss", ALWAYS, rule=_NOT_NEGATIVE),
     Row("loss_type", "loss", "loss", ALWAYS, "keeps"),
-    Row("epsilon", "loss", "loss", ALWAYS, "keeps", Rule("0 or more", lambda value: value >= 0)),
-    Row("epsilon_high", "loss", "loss", ALWAYS, "keeps"),
-    Row("importance_sampling_level off_policy_mask_threshold", "loss", "loss", ALWAYS),
-    Row("delta use_bias_correction_kl sapo_temperature_neg sapo_temperature_pos", "loss", "args", ALWAYS),
-    Row("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "loss", "args", ALWAYS),
+    Row("epsilon", "loss", "loss", ALWAYS, "keeps", _BOUND._replace(none=False)),
+    Row("epsilon_high", "loss", "loss", ALWAYS, "keeps", _BOUND),
+    Row("importance_sampling_level", "loss", "loss", ALWAYS),
+    Row("off_policy_mask_threshold entropy_coef router_aux_loss_coef", "loss", "loss", ALWAYS, rule=_FINITE),
+    Row("delta", "loss", "args", ALWAYS, rule=_POSITIVE._replace(none=True)),
+    Row("use_bias_correction_kl", "loss", "args", ALWAYS),
+    Row("sapo_temperature_neg sapo_temperature_pos", "loss", "args", ALWAYS, rule=_POSITIVE),
+    Row("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "loss", "args", ALWAYS, rule=_NOT_NEGATIVE),
     Row("top_entropy_quantile", "loss", "loss", ALWAYS, rule=_QUANTILE),
-    Row("entropy_coef router_aux_loss_coef", "loss", "loss", ALWAYS),
     Row("use_adaptive_entropy", "loss", "loss", ALWAYS),
-    Row("entropy_target entropy_coef_min entropy_coef_max entropy_coef_delta", "loss", "args", ALWAYS),
-    Row("sync_ref_model ref_model_mixup_alpha ref_model_sync_steps disable_dropout", "loss", resume=ALWAYS),
+    Row("entropy_target entropy_coef_min entropy_coef_max entropy_coef_delta", "loss", "args", ALWAYS, rule=_FINITE),
+    Row("sync_ref_model disable_dropout", "loss", resume=ALWAYS),
+    Row("ref_model_mixup_alpha", "loss", resume=ALWAYS, rule=_QUANTILE),
+    Row("ref_model_sync_steps", "loss", resume=ALWAYS, rule=Rule(least=1)),
     Row("cast_lm_head_to_fp32", "completions loss", resume=ALWAYS),
     # ---- TRL: the rest
     Row("generation_batch_size steps_per_generation", "layout", marks="size"),
@@ -168,8 +186,8 @@ TABLE = (
     ),
     Row(
         "trail eval_pass_reward allow_changed_on_resume log_completions log_multimodal "
-        "num_completions_to_print log_unique_prompts log_completions_hub_repo run_name project log_level "
-        "log_level_replica log_on_each_node logging_first_step disable_tqdm logging_nan_inf_filter logging_steps "
+        "num_completions_to_print log_unique_prompts log_completions_hub_repo run_name project "
+        "log_on_each_node logging_first_step disable_tqdm logging_nan_inf_filter logging_steps "
         "logging_strategy include_num_input_tokens_seen debug trackio_bucket_id trackio_space_id "
         "trackio_static_space_id skip_memory_metrics save_on_each_node save_only_model save_steps save_strategy "
         "save_total_limit enable_jit_checkpoint load_best_model_at_end metric_for_best_model greater_is_better "
@@ -179,6 +197,7 @@ TABLE = (
         "prediction_loss_only",
         "output",
     ),
+    Row("log_level log_level_replica", "output", rule=_one_of(*LOG_LEVELS)),
     # of losses and loaders that do not run here
     Row("average_tokens_across_devices label_names label_smoothing_factor length_column_name use_cache"),
     Row("train_sampling_strategy"),
@@ -208,12 +227,6 @@ def row_of(name: str) -> Row | None:
     while name not in _BY_NAME and "." in name:
         name = name.rpartition(".")[0]
     return _BY_NAME.get(name)
-
-
-def field_names() -> list[str]:
-    """The fields of GRPOConfig, also those of TRL and transformers."""
-    parts = named("part")
-    return [name for name in _BY_NAME if name.split(".")[0] not in parts]
 
 
 def named(mark: str) -> list[str]:
@@ -250,15 +263,6 @@ def check_ranges(settings: Mapping[str, Any]) -> None:
     least = -1 if settings["use_vllm"] else 0  # which mean all tokens
     takes = f"a whole number, {least} or more"
     Rule(takes, lambda value: value >= least and value % 1 == 0, none=True).check("top_k", settings["top_k"])
-
-
-def check_lag(lag: Any, sharded: bool) -> None:
-    require_whole("rollout_lag", lag, least=0)
-    if lag and sharded:
-        raise ConfigError(
-            f"rollout_lag={lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run their "
-            "collectives in different orders. Use rollout_lag=0, or DDP."
-        )
 
 
 MOST_KEPT = 512  # tokens of a replayed mask without top_k

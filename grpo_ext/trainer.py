@@ -78,12 +78,9 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     args: GRPOConfig  # the Hugging Face loop's copy: see GRPOConfig.for_loop
     model: Any
-    eval_dataset: Any
-    num_generations: int
     num_generations_eval: int
     _loads_from: str  # the checkpoint whose weights are loaded, or were last
 
-    @hide_frames
     def __init__(
         self,
         model: Any,
@@ -182,8 +179,8 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """One item, the whole evaluation set, cut into micro-batches like a training step."""
-        dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        dataset = self.eval_dataset if dataset is None else dataset
+        dataset = self._view.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = self._view.eval_dataset[dataset] if isinstance(dataset, str) else dataset
         if dataset is None:
             raise ConfigError("evaluation needs an eval_dataset; pass one to the trainer or to evaluate().")
         if isinstance(dataset, Dataset):
@@ -363,7 +360,6 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
-    @hide_frames
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -463,3 +459,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+
+
+for _entry in ("__init__", "train", "rerun", "evaluate", "predict"):
+    setattr(GRPOTrainer, _entry, hide_frames(getattr(GRPOTrainer, _entry)))

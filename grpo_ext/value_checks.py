@@ -19,11 +19,11 @@ from .algorithms.advantages import check_estimator, takes_keyword
 from .algorithms.losses import LossConfig
 from .algorithms.pass_at_k import logged_k
 from .algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
-from .batching.sizes import require_whole
+from .batching.sizes import check_lag, require_whole
 from .compat import WORKS
 from .errors import ConfigError, UnknownSettingError, did_you_mean
 from .runtime.tracebacks import hide_frames
-from .settings import check_lag, check_ranges, refuse_excluded, row_of
+from .settings import check_ranges, refuse_excluded, row_of
 
 _SETTINGS = dataclasses.fields(trl.GRPOConfig)  # as it is now: a script may put this package's in its place
 

@@ -237,6 +237,7 @@ class TrainerView:
         with temporarily_set(trainer, **others, **restored):
             trainer._assemble(None)
             trainer._rollouts.refuse_changes = restored["_rollouts"].refuse_changes
+            trainer._keeper.watch.saves = False
             yield trainer._rollouts, trainer._step_planner
 
     def override_of(self, name: str) -> Callable[..., Any] | None:

@@ -14,10 +14,14 @@ import shlex
 import shutil
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+
+from grpo_ext.tools.options import check_options, end_with
+
+if __name__ == "__main__":
+    check_options(sys.argv[1:])  # now, because what follows takes seconds to import
 
 from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
 
@@ -31,7 +35,7 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.demo import EMBEDDED
 from grpo_ext.demo.task import Demo, DemoTask
-from grpo_ext.errors import ConfigError, GrpoExtError, ProcessError, RewardError, counted
+from grpo_ext.errors import ConfigError, GrpoExtError, counted
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints, folder_beside, run_to_resume
 from grpo_ext.run.trail_comparison import SAME
@@ -312,15 +316,7 @@ def main(argv: list[str]) -> None:
         else:
             run(script, training, model, argv)
     except GrpoExtError as error:
-        # from the environment: the error may come before the processes know each other
-        failed_here = isinstance(error, RewardError)  # on this process alone, with the row that failed
-        if isinstance(error, (RewardError, ProcessError)) and error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        if failed_here or os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            time.sleep(1.0)  # the launcher ends all processes once one has ended: let the main one print first
-        sys.exit(2)
+        end_with(error)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,11 @@ import re
 import sys
 from typing import Any
 
+from grpo_ext.tools.options import check_options, end_with, kinds_of_options, read_settings
+
+if __name__ == "__main__":
+    check_options(sys.argv[1:], kinds_of_options()[1:2])  # now, because what follows takes seconds to import
+
 from grpo_ext.tools import starting  # noqa: F401, isort: skip  (before TRL)
 
 import torch
@@ -18,7 +23,6 @@ from grpo_ext import Console, GRPOConfig, GRPOTrainer
 from grpo_ext.demo.task import EOS, build_model, build_tokenizer, built_once, demo_config_defaults, fit
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.runtime.quiet import quiet_libraries
-from grpo_ext.tools.options import read_settings
 from grpo_ext.tools.report import report_or_reason
 
 MODEL, CALL, ANSWER = "<model>", "<call>", "<answer>"
@@ -138,7 +142,7 @@ def main(argv: list[str]) -> None:
             "max_tool_calling_iterations": 2,
             "tool_timeout": 5.0,
             "learning_rate": 2e-4,
-            **read_settings(argv, (GRPOConfig,)),
+            **read_settings(argv, kinds_of_options()[1:2]),
         }
     )
     if PartialState().device.type == "cpu":
@@ -172,4 +176,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except GrpoExtError as error:
-        sys.exit(f"error: {error}")
+        end_with(error)

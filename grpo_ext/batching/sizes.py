@@ -52,6 +52,15 @@ def require_whole(name: str, value: Any, least: int = 1) -> None:
         raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more.")
 
 
+def check_lag(lag: Any, sharded: bool) -> None:
+    require_whole("rollout_lag", lag, least=0)
+    if lag and sharded:
+        raise ConfigError(
+            f"rollout_lag={lag} with FSDP or DeepSpeed: a forward is a collective, and two threads would run their "
+            "collectives in different orders. Use rollout_lag=0, or DDP."
+        )
+
+
 @dataclass(frozen=True)
 class ChunkSizes:
     """The most completions of a chunk, and of a `generate` call, in whole groups; None: all of a process."""

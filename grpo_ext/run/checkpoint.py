@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 from accelerate.logging import get_logger
 from filelock import FileLock, Timeout
+from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -29,8 +30,7 @@ from ..errors import CheckpointError, ConfigError
 logger = get_logger(__name__)
 LISTING = "checkpoint.json"
 LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
-# in a folder that was made beside an output_dir: its name, that of the output_dir, and the checkpoint it goes on from
-MARK = "_run.json"
+_MARK = "_run.json"
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
 _PARTIAL = "_writing-"  # begins the names of folders that are not complete
 _HASH = "xxh3_128"
@@ -167,8 +167,6 @@ def is_path(wanted: str | bool | None) -> bool:
 def find_checkpoint(wanted: str | bool | None, folder: str | Path) -> str | None:
     """The verified checkpoint to resume from; None for a new run."""
     existing = checkpoints(folder)
-    if wanted and not existing and not is_path(wanted):  # a run that went back has saved none yet
-        wanted = _mark(Path(folder)).get("source", wanted)
     if not wanted or (wanted == "auto" and not existing):
         return None
     reasons: list[str] = []
@@ -178,11 +176,12 @@ def find_checkpoint(wanted: str | bool | None, folder: str | Path) -> str | None
                 logger.warning(f"Skipped a checkpoint: {sentence}.")
             return str(path)
         reasons.append(reason)
-    searched = "" if is_path(wanted) else f"{folder} holds no complete checkpoint: "
+    searched, remedy = f"{folder} holds no complete checkpoint: ", "name one of another run by its path"
+    if is_path(wanted):
+        searched, remedy = "", "use 'latest' for the newest complete one of output_dir, 'auto' for that or a new run"
     raise CheckpointError(
-        f"{searched}{'; '.join(reasons) or 'no run has saved one'}, so nothing can be resumed from it; use "
-        "resume_from_checkpoint='latest' for the newest complete checkpoint of output_dir, 'auto' for that or a "
-        "new run where there is none, or leave it out to start a new run."
+        f"{searched}{'; '.join(reasons) or 'no run has saved one'}, so nothing can be resumed from it; as "
+        f"resume_from_checkpoint {remedy}, or leave it out to start a new run."
     )
 
 
@@ -195,6 +194,29 @@ def publish(written: Path, final: Path) -> None:
     """Rename a finished checkpoint to its final name."""
     os.rename(written, final)
     _sync(final.parent)
+
+
+def link(checkpoint: Path, copy: Path) -> None:
+    """Make a checkpoint's copy of hard links, which the deletion of either does not harm; or of its files."""
+
+    def link_file(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:  # a file system without links
+            shutil.copy2(source, target)
+
+    written = writing_folder(copy.parent, copy.name)
+    shutil.copytree(checkpoint, written, copy_function=link_file)
+    publish(written, copy)
+
+
+def take_along(checkpoint: Path, run: Path, state: TrainerState) -> None:
+    """Let a run that went back begin with the checkpoint that it goes on from, and the best one until then."""
+    if _is_beside(run) and not run.samefile(checkpoint.parent):
+        for step in dict.fromkeys((state.global_step, state.best_global_step)):  # "latest" is the first from now on
+            source = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{step}")
+            if source.is_dir():
+                link(source, run / source.name)
 
 
 def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> None:
@@ -227,23 +249,17 @@ def create_output_dir(folder: str) -> None:
         ) from error
 
 
-def _mark(folder: Path) -> dict[str, str]:
-    """What is noted in a folder that was made beside an output_dir; empty for any other folder, and for a copy."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        mark: dict[str, str] = json.loads((folder / MARK).read_text())
-        if mark["folder"] == folder.name:
-            return mark
-    return {}
-
-
-def mark_folder(folder: Path, **about: str) -> None:
-    (folder / MARK).write_text(json.dumps({**_mark(folder), "folder": folder.name, **about}) + "\n")
+def _is_beside(folder: Path) -> bool:
+    """Whether a folder was made beside an output_dir, and not by a user, or as a copy."""
+    with suppress(OSError, ValueError):
+        return json.dumps(folder.name) in (folder / _MARK).read_text()
+    return False
 
 
 def _base_of(folder: Path) -> Path:
     """The output_dir beside which a folder was made for a run; of any other folder, itself."""
     path = _named(folder)
-    return path.with_name(_mark(path).get("output_dir", path.name))
+    return path.with_name(path.name.rpartition("-")[0]) if _is_beside(path) else path
 
 
 def _named(folder: str | Path) -> Path:
@@ -274,15 +290,14 @@ def folder_beside(output_dir: str | Path, first: int = 2) -> Path:
     create_output_dir(str(base.parent))
     numbers = itertools.count(max(_beside(base), default=first - 1) + 1)
     folder = make_first(Path(f"{base}-{number}") for number in numbers)
-    mark_folder(folder, output_dir=base.name)
+    (folder / _MARK).write_text(json.dumps({"folder": folder.name}) + "\n")
     return folder
 
 
 def run_to_resume(wanted: str | bool | None, output_dir: str | Path) -> Path | None:
     """The folder of the run to resume: the newest of `output_dir`, or that of a path; None for any other run."""
     base = _named(output_dir)
-    folders = (base, *_beside(base).values()) if wanted else ()
-    runs = [run for run in folders if checkpoints(run) or "source" in _mark(run)]
+    runs = [run for run in (base, *_beside(base).values()) if checkpoints(run)] if wanted else []
     if is_path(wanted):
         source = Path(str(wanted)).resolve().parent
         runs = [run for run in runs if run.resolve() == source]

@@ -51,6 +51,7 @@ class InterruptWatch(TrainerCallback):
     """Listens for signals, and lets all processes stop together at the end of a step."""
 
     def __init__(self) -> None:
+        self.saves = True  # a run goes on from the checkpoint; a rerun does not
         self.requested = False  # this process was asked to stop
         self.stopping = False  # one of the processes was; the run ends after this step
         self.evaluation_due = False  # an evaluation of the last step failed, and is left to the run that resumes
@@ -69,14 +70,15 @@ class InterruptWatch(TrainerCallback):
         self._ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
         if args.save_strategy == SaveStrategy.BEST:  # an evaluation that is not the best would cancel the checkpoint
             args.save_strategy = SaveStrategy.STEPS
-        control.should_save = not self._ends_epoch
+        control.should_save = self.saves and not self._ends_epoch
+        control.should_training_stop |= not self.saves
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """After a stop that ends an epoch, log and evaluate what is due there, and save."""
         if self.stopping:
             control.should_log &= self._ends_epoch
             control.should_evaluate &= self._ends_epoch
-            control.should_save = self._ends_epoch
+            control.should_save = self.saves and self._ends_epoch
 
     def on_save(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         """Stop once the checkpoint is complete, which therefore tells whether a callback has stopped the run."""
@@ -94,7 +96,8 @@ class InterruptWatch(TrainerCallback):
             return
         self.requested = True
         with suppress(OSError, RuntimeError):  # the console may be gone, or in the middle of a line
-            logger.info("Stopping after this step, with a checkpoint. Ctrl-C again stops at once.")
+            saved = ", with a checkpoint" if self.saves else ""
+            logger.info(f"Stopping after this step{saved}. Ctrl-C again stops at once.")
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,7 +31,7 @@ from ..precision.non_finite import bad_weights, refuse_bad_weights
 from ..rollouts.ahead import describe_lag
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set
-from ..runtime.collectives import from_main_process, shards_parameters
+from ..runtime.collectives import from_main_process, raise_on_all, shards_parameters
 from ..runtime.determinism import environment
 from ..runtime.out_of_memory import MicroBatchLimits, device_kind
 from ..settings import most_kept, named
@@ -171,15 +170,12 @@ class RunKeeper(TrainerCallback):
             if run is not None:
                 self._lock = folders.lock_to_resume(run)
             checkpoint = folders.find_checkpoint(wanted, run or output_dir)
-            saved = [] if run is None else folders.checkpoints(run)
-            newest = checkpoint is not None and (not saved or saved[-1].samefile(checkpoint))
-            return (None if run is None or not newest else str(run)), checkpoint
+            newest = run is not None and folders.checkpoints(run)[-1].samefile(str(checkpoint))
+            return (str(run) if newest else None), checkpoint
 
         def take_new() -> str:
             self.release_folder()
             run, self._lock = folders.lock_new(output_dir)
-            if checkpoint is not None and (run / folders.MARK).is_file():
-                folders.mark_folder(run, source=os.path.abspath(checkpoint))
             return str(run)
 
         folder: str
@@ -326,18 +322,9 @@ class RunKeeper(TrainerCallback):
         evaluates = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
         restored = {"eval_on_start": evaluates, "save_strategy": self.args.save_strategy}  # the watch changes the last
         with self.watch.listening(), temporarily_set(self.args, **restored):
-            if self.args.should_save:
-                config = getattr(self.view.policy, "config", None)
-                about = {
-                    "model_name": base_name(getattr(config, "_name_or_path", None)),
-                    "environment": environment(),
-                    "geometry": dataclasses.asdict(self.geometry),
-                    "trained_parameters": sum(count(p) for p in self.view.policy.parameters() if p.requires_grad),
-                    "plan": plan,
-                    "trail": self.args.trail,
-                    **self.fingerprint,
-                }
-                self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
+            with raise_on_all("the start of the record"):
+                if self.args.should_save:
+                    self._begin_record(checkpoint, plan)
             try:
                 yield
                 end["ended"] = "interrupted" if self.watch.stopping else "finished"
@@ -347,6 +334,20 @@ class RunKeeper(TrainerCallback):
             logger.info(self.limits.what_fits())
         if self.watch.stopping:
             raise interruption(self.view)
+
+    def _begin_record(self, checkpoint: str | None, plan: str) -> None:
+        about = {
+            "model_name": base_name(getattr(getattr(self.view.policy, "config", None), "_name_or_path", None)),
+            "environment": environment(),
+            "geometry": dataclasses.asdict(self.geometry),
+            "trained_parameters": sum(count(p) for p in self.view.policy.parameters() if p.requires_grad),
+            "plan": plan,
+            "trail": self.args.trail,
+            **self.fingerprint,
+        }
+        self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
+        if checkpoint is not None:
+            folders.take_along(Path(checkpoint), Path(str(self.args.output_dir)), self.resumed)
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
 

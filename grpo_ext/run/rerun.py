@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from ..settings import NOTED, resumes
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
-from .checkpoint import checkpoints, make_first, why_not_resumable
+from .checkpoint import checkpoints, link, make_first, why_not_resumable
 from .diff import Changes, RunOnDisk, changes, compare_runs, listed, read_run, settings_of
 from .fingerprint import fingerprint_of
 from .interrupts import InterruptWatch
@@ -281,15 +280,8 @@ def _named(steps: range) -> str:
 
 def _linked(checkpoint: Path, copy: Path) -> bool:
     """Whether a checkpoint is complete in `copy` now: hard links, because the run may delete its own."""
-
-    def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:  # a file system without links
-            shutil.copy2(source, target)
-
     with contextlib.suppress(OSError):  # it was deleted meanwhile
-        shutil.copytree(checkpoint, copy, copy_function=link)
+        link(checkpoint, copy)
         if why_not_resumable(copy) is None:
             return True
     shutil.rmtree(copy, ignore_errors=True)

@@ -8,7 +8,6 @@ import json
 import tempfile
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,20 +64,11 @@ def write_file(option: str, path: Path, text: str) -> None:
         raise ConfigError(f"{option}: {path} cannot be written ({error.strerror}).") from None
 
 
-def settings_of(context: typer.Context, config: Path | None, torch: bool = True) -> dict[str, Any]:
-    """Read the settings of a run from its file and from the options that the command itself does not define.
-
-    Without `torch`, it is imported only for the settings of a model or demo, and to explain an error.
-    """
-    from .options import read_settings, read_without_torch
+def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
+    """Read the settings of a run from its file and from the options that the command itself does not define."""
+    from .options import read_settings
 
     words = [*context.args] if config is None else ["--config", str(config), *context.args]
-    if not torch:
-        with suppress(ConfigError):
-            settings = read_without_torch(words)
-            if not {"model_name_or_path", "demo"} & settings.keys():
-                return settings
-    load_libraries()
     options = [option.replace("-", "_").replace("__", "--", 1) for p in context.command.params for option in p.opts]
     return read_settings(words, more_options=options)
 
@@ -106,7 +96,9 @@ def plan(
     """
     from ..batching.sizes import geometry_of
 
-    settings = {n: v for n, v in settings_of(context, config, torch=False).items() if v is not None}
+    settings = {n: v for n, v in settings_of(context, config).items() if v is not None}
+    if {"model_name_or_path", "demo"} & settings.keys():
+        load_libraries()
     if "demo" in settings:
         from ..demo.task import demo_named
 
@@ -128,7 +120,8 @@ def plan(
 def sizes_in_words(settings: Mapping[str, Any], geometry: "BatchGeometry", num_prompts: int | None, engine: str) -> str:
     """The plan of a run's sizes, without its model; does not import torch."""
     from ..batching.plan_text import describe_plan
-    from ..settings import check_lag, most_kept, truncating_in
+    from ..batching.sizes import check_lag
+    from ..settings import most_kept, truncating_in
 
     epochs = None if settings.get("max_steps", -1) > 0 else float(settings.get("num_train_epochs", 3.0))
     lag, replays = settings.get("rollout_lag", 0), settings.get("sampling_mask") == "replay"
@@ -170,6 +163,7 @@ def check(
 
     Trains in float32 unless the run's settings name bf16 or fp16, and saves, reports and evaluates nothing.
     """
+    settings = settings_of(context, config)
     load_libraries()
     from .check import splits
 
@@ -178,7 +172,7 @@ def check(
     shared = integers(sequence_parallel, "sequence_parallel")
     with tempfile.TemporaryDirectory(prefix="grpo_ext_check_") as name:
         folder = Path(name)
-        run, about = splits.load_run(settings_of(context, config), folder / "data")
+        run, about = splits.load_run(settings, folder / "data")
         typer.echo(about)
         cuts = splits.splits_of(run.config["global_batch_size"], counts, sizes, shared)
         report = splits.check(run, cuts, folder, steps=steps, against=against, tolerance=tolerance, bitwise=bitwise)
@@ -280,6 +274,8 @@ def run_app(commands: typer.Typer) -> None:
     except GrpoExtError as error:
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise SystemExit(2) from None
+    except SystemExit as end:  # the libraries say 1 where the reader of the output has gone, a shell 141
+        raise SystemExit(141 if isinstance(end.__context__, BrokenPipeError) else end.code) from None
     except Exception:
         traceback.print_exc()
         raise SystemExit(2) from None  # 1 says that runs differ

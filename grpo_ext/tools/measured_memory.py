@@ -28,7 +28,7 @@ from ..errors import ConfigError, LaunchError
 from ..settings import named
 from ..trainer import GRPOTrainer
 from .options import as_dataclasses, output_settings
-from .plan import PROMPT_TOKENS, in_units, load_config
+from .plan import in_units, load_config, tokens_of_prompt
 
 _QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "trail": False}
 
@@ -40,7 +40,9 @@ def measured_memory(settings: Mapping[str, Any], geometry: BatchGeometry, engine
     refused |= {"engine": engine != "ddp" and engine, "sequence_parallel_size": geometry.sequence_parallel_size > 1}
     if used := [name for name, value in refused.items() if value]:
         raise ConfigError(f"--measure runs one process, without {' and '.join(used)}; leave out one of the two.")
-    peaks = peak_bytes(settings, geometry, prompt or PROMPT_TOKENS)
+    longest = settings.get("max_completion_length") or 512
+    tokens = tokens_of_prompt(load_config(settings["model_name_or_path"]), longest, prompt)
+    peaks = peak_bytes(settings, geometry, tokens)
     what = "allocated on the accelerator" if torch.accelerator.is_available() else "resident in the process"
     return f"Measured peak, {what}: " + ", ".join(f"{name} {in_units(size)}" for name, size in peaks.items())
 

@@ -2,27 +2,30 @@
 ModelConfig. Read by recipes/grpo.py, `grpo-ext check` and `grpo-ext plan`.
 
 Differs from TRL's parser, on which it rests: gives the settings that were made, before the dataclasses fill in
-defaults, and an unknown name is an error with a hint. Unlike in TRL's script, a run that names neither model nor data
-is the embedded demo. GRPOConfig is imported only where it is needed, because it loads torch.
+defaults, an unknown name is an error with a hint, and torch is not loaded (config_source.py). Unlike in TRL's script, a
+run that names neither model nor data is the embedded demo.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
+import sys
+import time
+import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 from trl import ModelConfig, TrlParser
 
 from ..demo import EMBEDDED
-from ..errors import ConfigError, GrpoExtError, did_you_mean
+from ..errors import ConfigError, GrpoExtError, ProcessError, RewardError, did_you_mean
 from ..rewards.registry import reward_names
-from ..settings import decides, field_names, setting
+from ..settings import decides, setting
+from .config_source import fields_in_source
 from .data import DataArguments
 from .stock import OURS, STOCK
 
@@ -64,9 +67,33 @@ class ScriptArguments(DataArguments):
 
 
 def kinds_of_options() -> tuple[Any, ...]:
-    from ..config import GRPOConfig
+    training: Any
+    try:
+        training = fields_in_source()
+    except Exception:  # another version keeps them elsewhere, or computes more of them
+        from ..config import GRPOConfig as training
+    return ScriptArguments, training, ModelConfig
 
-    return ScriptArguments, GRPOConfig, ModelConfig
+
+def check_options(argv: list[str], kinds: tuple[Any, ...] | None = None) -> None:
+    """Before a script imports what takes seconds: print its `--help`, or the error of its options, and end."""
+    try:
+        read_settings(argv, kinds)
+    except GrpoExtError as error:
+        end_with(error)
+
+
+def end_with(error: GrpoExtError) -> NoReturn:
+    """End a script with status 2, and an error that one of its processes prints."""
+    failed_here = isinstance(error, RewardError)  # on this process alone, with the row that failed
+    if isinstance(error, (RewardError, ProcessError)) and error.__cause__ is not None:
+        traceback.print_exception(error.__cause__)
+    # from the environment: the error may come before the processes know each other
+    if failed_here or os.environ.get("RANK", "0") == "0":
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        time.sleep(1.0)  # the launcher ends all processes once one has ended: let the main one print first
+    sys.exit(2)
 
 
 def parse(
@@ -113,25 +140,6 @@ def read_settings(
     return {name: value for name, value in vars(namespace).items() if name in names and value is not unset}
 
 
-def read_without_torch(argv: list[str]) -> dict[str, Any]:
-    """`read_settings` by the table of settings, which has the names of GRPOConfig's fields and not their types.
-
-    Raises:
-        ConfigError: also for an option that is not a whole number, True or False, whose type `read_settings` knows.
-    """
-    names = field_names()
-    plain = make_dataclass("GRPOConfig", [(name, str, setting("")) for name in names])
-    read = read_settings(argv, (ScriptArguments, plain, ModelConfig))
-    typed = {word[2:].partition("=")[0].replace("-", "_") for word in argv}.intersection(names)
-    return read | {name: _plain(name, read[name]) for name in typed}
-
-
-def _plain(name: str, value: str) -> Any:
-    if re.fullmatch(r"-?[1-9]\d*|0|True|False", value):
-        return yaml.safe_load(value)
-    raise ConfigError(f"--{name} {value} is not a whole number, True or False.")
-
-
 def _settings_in(path: str) -> dict[str, Any]:
     """Read the file of `--config`; as in TRL, the variables under `env` go to the environment."""
     try:
@@ -162,8 +170,11 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
 
 def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
     """Build the dataclasses that the settings configure; a ConfigError if one of them refuses a setting."""
+    from ..config import GRPOConfig
+
+    kinds: tuple[Any, ...] = (ScriptArguments, GRPOConfig, ModelConfig)
     try:
-        script, training, model = (kind(**fields_of(settings, kind)) for kind in kinds_of_options())
+        script, training, model = (kind(**fields_of(settings, kind)) for kind in kinds)
     except GrpoExtError:
         raise
     except (ValueError, TypeError) as error:

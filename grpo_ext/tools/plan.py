@@ -14,15 +14,16 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from ..batching.micro_batches import Form
 from ..batching.sizes import BatchGeometry, ceil_div
 from ..config import forms_of
-from ..errors import ConfigError, GrpoExtError, counted
+from ..errors import ConfigError, DataError, GrpoExtError, counted
 from ..forward.architecture import attention_sizes, exchanged_numbers, weight_sizes
 from ..forward.choice import ForwardChoice
 from ..forward.token_slice import refuse_heads, refuse_other_forms
 from ..upstream.argument_checks import find_model
+from ..upstream.data_checks import room_for_prompt
 from ..value_checks import check_sequence_parallel
 from .memory import FLOAT32, QUANTISED, MemoryLayout, ModelSizes, memory_of
 
-PROMPT_TOKENS = 512  # assumed
+PROMPT_TOKENS = 512  # assumed, where the model has as many positions
 
 
 def load_config(model: str, setting: str = "model_name_or_path") -> Any:
@@ -88,6 +89,15 @@ def sizes_of(
     )
 
 
+def tokens_of_prompt(config: Any, longest: int, prompt: int | None) -> int:
+    """The tokens of the longest prompt, as set or assumed; a DataError where the model has no positions for them."""
+    room, reason = room_for_prompt(config, longest)
+    tokens = prompt or max(min(PROMPT_TOKENS, room), 1)
+    if tokens > room:
+        raise DataError(f"the longest prompt has {counted(tokens, 'token')}, {reason}")
+    return tokens
+
+
 def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form: Form, budget: int | None) -> int:
     """Tokens in the largest micro-batch, with prompts and completions of maximal length."""
     rows = min(geometry.micro_batch_size, geometry.trained_share)
@@ -147,8 +157,9 @@ def expected_memory(
     # bfloat16 is TRL's default
     compute = "float16" if settings.get("fp16") else "bfloat16" if settings.get("bf16", True) else "float32"
     lora_rank = settings.get("lora_r", 16) if settings.get("use_peft") else None
-    longest, longest_prompt = settings.get("max_completion_length") or 512, prompt or PROMPT_TOKENS
+    longest = settings.get("max_completion_length") or 512
     forms, config = forms_of(settings.get("forward", "auto")), load_config(model)
+    longest_prompt = tokens_of_prompt(config, longest, prompt)
     bits = next((n for n in QUANTISED if settings.get(f"load_in_{n}bit")), None)
     sizes = sizes_of(config, compute=compute, lora_rank=lora_rank, bits=bits, forms=forms)
     tokens = largest_micro_batch(geometry, longest_prompt, longest, sizes.form, settings.get("micro_batch_tokens"))

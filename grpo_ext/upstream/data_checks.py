@@ -4,6 +4,7 @@ Repairs `trl.GRPOTrainer.__init__`, which takes such data and fails at the row, 
 positions of the model. Until TRL checks it; last seen in 1.16. Used before TRL's constructor, and by `checks.data`.
 """
 
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -111,24 +112,28 @@ def prompts_of(dataset: Any) -> Iterator[tuple[Any, Any]]:
         yield from zip_longest(block["prompt"], block.get(ROW_KWARGS, ()))
 
 
+def room_for_prompt(config: Any, max_completion_length: int) -> tuple[int, str]:
+    """The most tokens of a prompt, and the end of an error's text; rotary positions reach as far as their scaling."""
+    limit, text = covered_length(config), config.get_text_config()
+    if limit is None:
+        return sys.maxsize, ""
+    # a learned table of positions has none for the completion either
+    learned = getattr(text, "rope_parameters", None) is None and getattr(text, "rope_theta", None) is None
+    less = f" - max_completion_length={max_completion_length}" if learned else ", scaling included"
+    lower = ", or lower max_completion_length" if learned else ""
+    room = limit - learned * max_completion_length
+    why = f"max_position_embeddings={limit}{less}"
+    return room, f"but the model has room for {room} ({why}); shorten or filter long prompts{lower}."
+
+
 def check_prompt_lengths(
     survey: Survey, lengths_of: Callable[[list[Any]], list[int]], config: Any, max_completion_length: int
 ) -> None:
-    """Refuse prompts that the model has no positions for; rotary ones reach as far as their scaling."""
-    limit, text = covered_length(config), config.get_text_config()
-    if limit is None:
-        return
-    # a learned table of positions has none for the completion either
-    absolute = getattr(text, "rope_parameters", None) is None and getattr(text, "rope_theta", None) is None
-    room = limit - (max_completion_length if absolute else 0)
+    """Refuse prompts that the model has no positions for."""
+    room, reason = room_for_prompt(config, max_completion_length)
     # a token is at least one byte; the margin stands for what a chat template adds
     suspects = survey.larger_than(room - 512)
     lengths = lengths_of([prompt for _, prompt in suspects]) if suspects else []
     for (row, _), length in zip(suspects, lengths, strict=True):
         if length > room:
-            less = f" - max_completion_length={max_completion_length}" if absolute else ", scaling included"
-            raise DataError(
-                f"the prompt in row {row} has {length} tokens, but the model has room for {room} "
-                f"(max_position_embeddings={limit}{less}); shorten or filter long prompts"
-                + (", or lower max_completion_length." if absolute else ".")
-            )
+            raise DataError(f"the prompt in row {row} has {length} tokens, {reason}")

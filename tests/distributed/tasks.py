@@ -23,7 +23,7 @@ from datasets import IterableDataset
 from transformers import TrainerCallback
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.errors import PrecisionError
+from grpo_ext.errors import PrecisionError, ProcessError
 from grpo_ext.forward import forms
 from grpo_ext.forward.attention import PackRefused
 from grpo_ext.run.record import STEP
@@ -287,6 +287,16 @@ def infinite_rate(folder: Path) -> tuple[str, bool, list[str]]:
     return not_finite(folder, callbacks=[type("Rate", (TrainerCallback,), {"on_pre_optimizer_step": spoil})()])
 
 
+def unrecorded(folder: Path) -> str:
+    """The error of a run whose record the main process cannot begin."""
+    trainer = trainer_of(folder)
+    fails = mock.patch("grpo_ext.run.keeper.fingerprint_of", side_effect=LookupError("no source"))
+    with fails, pytest.raises((LookupError, ProcessError)) as caught:
+        trainer.train()
+    trainer.accelerator.wait_for_everyone()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
 def save(folder: Path, result: Any) -> None:
     torch.save(result, folder / f"rank_{RANK}.pt")
 
@@ -307,6 +317,7 @@ TASKS: dict[str, Callable[[Path], Any]] = {
     "step again": step_again,
     "gradient": functools.partial(not_finite, cls=Spoiled),
     "weights": infinite_rate,
+    "unrecorded": unrecorded,
     **{what: functools.partial(packs_on_one, what=what) for what in ("fault", "refusal")},
     **{f"changed, {n} groups": functools.partial(changed_rollouts, groups=n) for n in (3, 1)},
 }

@@ -100,6 +100,11 @@ def test_what_is_not_finite_on_one_process_ends_the_run_on_both(both):
     assert first[2] == ["checkpoint-1"]
 
 
+def test_a_record_that_the_main_process_cannot_begin_ends_the_run_on_both(both):
+    error = "LookupError: no source"
+    assert both["unrecorded"] == [error, f"ProcessError: process 0 failed: {error}"]
+
+
 def test_every_completion_is_scored_once(four_groups):
     # two steps of 16 completions, dealt to two processes; groups stay whole
     counts = [len(process["scored"]) for process in four_groups]

@@ -78,7 +78,7 @@ def test_the_newest_whole_one_is_taken_and_what_was_skipped_is_said(copy, caplog
     assert "checkpoint-3/optimizer.pt has changed" in caplog.text
     assert "checkpoint-2 has lost its checkpoint.json" in caplog.text
     assert times(copy) == before  # broken or not, they are the user's
-    assert beside(copy) == ["checkpoint-2", "checkpoint-3"]
+    assert beside(copy) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]  # the first is that of the other folder
 
 
 def test_the_loss_that_train_returns_is_that_of_all_steps(tmp_path):
@@ -214,10 +214,10 @@ def test_a_run_that_goes_back_begins_beside_so_that_latest_means_it(copy, caplog
     allowed = {"allow_changed_on_resume": ["max_steps"]}
     other(copy, max_steps=2, **allowed).train(copy / "checkpoint-1")
     assert times(copy) == before
-    assert beside(copy) == ["checkpoint-2"]
+    assert beside(copy) == ["checkpoint-1", "checkpoint-2"]
     assert f"holds checkpoints of an earlier run, which are left alone. This run saves to {copy}-2" in caplog.text
     other(copy, max_steps=3, **allowed).train("latest")
-    assert beside(copy) == ["checkpoint-2", "checkpoint-3"]
+    assert beside(copy) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert times(copy) == before
 
 
@@ -225,7 +225,7 @@ def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, cap
     before = times(copy)
     make(copy, **SAVE).train(run / "checkpoint-2")
     assert times(copy) == before
-    assert beside(copy) == ["checkpoint-3"]
+    assert beside(copy) == ["checkpoint-2", "checkpoint-3"]
     assert "are left alone" in caplog.text
 
 

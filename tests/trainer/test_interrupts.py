@@ -254,3 +254,23 @@ def test_a_trainer_in_another_thread_leaves_signals_alone(tmp_path):
     thread.join()
     assert trainer.state.global_step == 1
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interrupted_rerun_names_no_checkpoint(tmp_path, caplog):
+    """It would be the rerun's, which ends without one."""
+    interrupts: list[int] = []
+
+    def interrupting(*args: Any, **kwargs: Any) -> Any:
+        for number in interrupts:
+            os.kill(os.getpid(), number)
+        return letter_reward(*args, **kwargs)
+
+    settings = {"reward": interrupting, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    ran(make(tmp_path, **settings))
+    interrupts.append(signal.SIGTERM)
+    with pytest.raises(TrainingInterrupted) as ended:
+        make(tmp_path, **settings).rerun(3, call_rewards=True)
+    assert ended.value.checkpoint is None
+    assert "Interrupted after step 3; no checkpoint was written." in caplog.text
+    assert "with a checkpoint" not in caplog.text
+    assert not checkpoints(tmp_path / "rerun" / "step-3")

@@ -1,13 +1,21 @@
 """Runs that go back to an earlier checkpoint, and which of an output_dir's runs is the latest."""
 
+import json
+import re
 import shutil
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
-from grpo_ext.run.checkpoint import checkpoints, run_to_resume
-from grpo_ext.run.record import read_record
-from tests.support.trainers import SAVE, make, on, ran
+from grpo_ext.run.checkpoint import checkpoints, run_to_resume, why_broken
+from grpo_ext.run.record import STEPS, read_record
+from tests.support.forks import ROOT
+from tests.support.tiny import prompts
+from tests.support.trainers import SAVE, make, on, parameters, ran
 
 
 def test_the_latest_run_is_one_that_went_back_also_before_its_first_checkpoint(tmp_path):
@@ -16,11 +24,11 @@ def test_the_latest_run_is_one_that_went_back_also_before_its_first_checkpoint(t
     fails = on("on_step_end", lambda state: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make(run, **SAVE, callbacks=[fails]).train(f"{run}/checkpoint-1")
-    assert not checkpoints(tmp_path / "run-2")
+    assert [path.name for path in checkpoints(tmp_path / "run-2")] == ["checkpoint-1"]  # where it goes on from
     trainer = make(run, **SAVE)
     trainer.train("latest")
     assert trainer.args.output_dir == f"{run}-2"
-    assert [path.name for path in checkpoints(tmp_path / "run-2")] == ["checkpoint-2", "checkpoint-3"]
+    assert [path.name for path in checkpoints(tmp_path / "run-2")] == [f"checkpoint-{n}" for n in (1, 2, 3)]
     assert read_record(tmp_path / "run-2").trained == [1, 2, 3]
     shutil.copytree(tmp_path / "run-2", tmp_path / "run-7")  # a copy does not belong to this output_dir
     assert run_to_resume("latest", run) == tmp_path / "run-2"
@@ -33,3 +41,67 @@ def test_a_run_that_goes_back_in_the_current_folder_is_found(tmp_path, monkeypat
     trainer = ran(make(Path("."), **SAVE), "checkpoint-1")
     assert Path(trainer.args.output_dir).samefile(tmp_path / "run-2")
     assert run_to_resume("latest", ".") == tmp_path / "run-2"
+
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+EVALUATED = {**SAVE, **BEST, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+
+
+class Falling(TrainerCallback):
+    """Lets the first evaluation be the best."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+        metrics["eval_reward"] = -state.global_step
+
+
+@pytest.mark.parametrize("limit", [None, 1])
+def test_the_best_checkpoint_comes_along_to_the_folder_of_a_run_that_went_back(tmp_path, limit):
+    def build(**settings: Any) -> Any:
+        callbacks, data = [Falling()], prompts(4, seed=1)
+        return make(tmp_path / "run", **EVALUATED, **settings, callbacks=callbacks, eval_dataset=data)
+
+    first = ran(build())
+    best = parameters(first)  # those after the first step, which are loaded at the end
+    back = build(save_total_limit=limit)
+    back.train(f"{tmp_path}/run/checkpoint-2")
+    assert back.args.output_dir == f"{tmp_path}/run-2"
+    assert back.state.best_model_checkpoint == f"{tmp_path}/run-2/checkpoint-1"
+    assert torch.equal(parameters(back), best)
+    shutil.rmtree(tmp_path / "run")  # nothing of it is needed any more
+    steps = [1, 2, 3, 4] if limit is None else [1]
+    assert [path.name for path in checkpoints(tmp_path / "run-2")] == [f"checkpoint-{n}" for n in steps]
+    assert all(why_broken(path) is None for path in checkpoints(tmp_path / "run-2"))
+
+
+@pytest.fixture(scope="module")
+def went_back(tmp_path_factory) -> Path:
+    """The folder of a run that went back to step 1 of another one, which is gone."""
+    run = tmp_path_factory.mktemp("back") / "run"
+    ran(make(run, **SAVE))
+    trainer = ran(make(run, **SAVE), f"{run}/checkpoint-1")
+    shutil.rmtree(run)
+    return Path(trainer.args.output_dir)
+
+
+def test_a_step_of_a_run_that_went_back_runs_again_from_where_it_went_back(went_back, caplog):
+    again = make(went_back, **SAVE).rerun(2)
+    assert "Running step 2" in caplog.text
+    assert "from checkpoint-1" in caplog.text
+    assert again.comparison.verdict == "same bits"
+
+
+def test_the_fields_of_a_record_are_those_of_the_documents(went_back):
+    page = (ROOT / "docs" / "tools.md").read_text()
+    table = page.partition("| line of `steps.jsonl` |")[2].partition("\n\n")[0]
+    documented = defaultdict[str, set[str]](set)
+    for row in table.splitlines()[2:]:
+        kind, names = row.split("|")[1:3]
+        documented[kind.strip(" `")] |= {*re.findall(r"`(\w+)`", names)}
+    common, found = documented.pop("all"), defaultdict[str, set[str]](set)
+    for text in (went_back / STEPS).read_text().splitlines():
+        line = json.loads(text)
+        found[line["line"]] |= line.keys() - common
+        assert common <= line.keys()
+        for part in line.get("rounds", ()):
+            found["round"] |= part.keys()
+    assert found == documented

@@ -9,9 +9,10 @@ import pytest
 from nbclient import NotebookClient
 from trl.rewards import think_format_reward
 
-from grpo_ext.errors import GrpoExtError, RewardError
+from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
 from tests.support.failing import failing
 from tests.support.forks import ROOT, python
+from tests.support.trainers import make
 from tests.trainer.mistakes import MISTAKES, run
 
 INSIDE = ("site-packages/", "grpo_ext/trainer.py", "grpo_ext/config.py")
@@ -28,6 +29,22 @@ def test_a_mistake_ends_in_one_sentence_and_the_frames_of_the_user(name, tmp_pat
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames == [sys._getframe().f_code.co_name, "run"]
     assert ("[0].score" in shown) == ("failing" in name), "the traceback of a reward function stays"
+
+
+ENTRIES = {
+    "evaluate": lambda trainer: trainer.evaluate(),
+    "predict": lambda trainer: trainer.predict(None),
+    "rerun": lambda trainer: trainer.rerun(1),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_other_methods_than_train_end_in_the_frames_of_the_user_too(name, tmp_path):
+    trainer = make(tmp_path / "out")
+    with pytest.raises(ConfigError) as caught:
+        ENTRIES[name](trainer)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames == [sys._getframe().f_code.co_name, "<lambda>"]
 
 
 def test_the_traceback_of_a_reward_function_in_a_process_of_its_own_stays(tmp_path):

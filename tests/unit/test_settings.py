@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import math
 import re
 import subprocess
 import sys
@@ -51,6 +52,26 @@ def test_every_fact_that_excludes_a_setting_is_a_setting_or_made_by_a_check():
     code += (PACKAGE / "checks" / "settings.py").read_text()
     facts = {fact for facts in EXCLUDED.values() for fact in facts}
     assert {fact for fact in facts if fact not in FIELDS and f'"{fact}"' not in code} == set()
+
+
+# numbers that decide what a step computes and have no range
+UNBOUNDED = {"seed", "data_seed", "neftune_noise_alpha"}
+
+
+def test_a_number_that_decides_what_a_step_computes_has_a_range(tmp_path):
+    steps = {*STAGES} - {"schedule", "optimizer"}
+    usual = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False}
+    taken = set()
+    for spec in dataclasses.fields(GRPOConfig):
+        kinds = {*re.findall(r"\w+", getattr(spec.type, "__name__", str(spec.type)))}
+        if not kinds & {"int", "float"} or "list" in kinds or not {*row_of(spec.name).decides.split()} & steps:
+            continue
+        try:
+            GRPOConfig(**usual, **{spec.name: math.nan})
+        except ConfigError:
+            continue
+        taken.add(spec.name)
+    assert taken == UNBOUNDED | {"canonical_unit_size"}  # which is read in bitwise mode
 
 
 def test_settings_that_are_read_at_each_loss_are_those_of_the_documents():

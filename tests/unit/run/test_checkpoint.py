@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from grpo_ext.errors import ConfigError
+from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run.checkpoint import (
     LISTING,
     checkpoints,
@@ -128,6 +128,17 @@ def test_a_resume_finds_the_newest_run_that_an_output_dir_was_given(tmp_path):
     shutil.rmtree(first)
     assert begun(folder, 1).name == "out-5"  # never before an earlier run
     assert run_to_resume("latest", folder) == tmp_path / "out-5"
+
+
+def test_the_newest_run_is_named_if_all_its_checkpoints_are_broken(tmp_path):
+    first, second = begun(tmp_path / "out", 1, 2), begun(tmp_path / "out", 1)
+    (second / "checkpoint-1" / "optimizer.pt").unlink()
+    says = f"{second} holds no complete checkpoint: .*optimizer.pt is missing.*name one of another run by its path"
+    for word in ("latest", "auto"):  # what it learned would be lost if the one before it went on
+        with pytest.raises(CheckpointError, match=says):
+            find_checkpoint(word, run_to_resume(word, tmp_path / "out"))
+    (second / "checkpoint-1").rename(second / "removed")
+    assert find_checkpoint("latest", run_to_resume("latest", tmp_path / "out")) == str(first / "checkpoint-2")
 
 
 def test_a_folder_beside_is_never_one_that_is_there(tmp_path):

@@ -2,22 +2,24 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
-from dataclasses import fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig
+from trl import ModelConfig, TrlParser
 from typer.testing import CliRunner
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError
-from grpo_ext.settings import field_names
+from grpo_ext.tools import config_source
 from grpo_ext.tools.cli import app, integers
-from grpo_ext.tools.options import read_settings, read_without_torch
+from grpo_ext.tools.options import ScriptArguments, kinds_of_options, read_settings
 from tests.support import forks
 
 runner = CliRunner()
@@ -33,20 +35,25 @@ def test_an_error_is_one_message_and_status_2():
 SLOW = ("torch", "transformers", "datasets", "pandas")  # that take seconds to import
 LOADED = f"""
 import json, sys
+from grpo_ext.errors import ConfigError
 from grpo_ext.tools.cli import app
 for words in json.loads(sys.argv[1]):
     exec(words.pop(0))
-    app(words, standalone_mode=False)
+    try:
+        app(words, standalone_mode=False)
+    except ConfigError as error:
+        print("refused:", error)
 print("loaded:", *[name for name in {SLOW} if name in sys.modules])
 """
 HELPS = [["--help"], *([name, "--help"] for name in ("plan", "check", "export", "report", "diff", "rerun"))]
 
 
-def loaded_by(*commands: list[str], first: str = "") -> list[str]:
+def loaded_by(*commands: list[str], first: str = "", refused: str = "") -> list[str]:
     """The slow libraries that commands import, in a process that begins with the statement `first`."""
     command_lines = json.dumps([[first, *words] for words in commands])
     done = subprocess.run([sys.executable, "-c", LOADED, command_lines], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert re.findall("refused:.*", done.stdout) == [f"refused: {refused}"] * bool(refused)
     return done.stdout.split("loaded:")[1].split()
 
 
@@ -56,25 +63,76 @@ def test_help_and_plans_without_a_model_load_no_slow_library(tmp_path):
     file = ["plan", "--config", str(tmp_path / "run.yaml"), "--top_k", "5"]
     option = ["plan", "--processes", "2", "--global_batch_size=16", "--bf16", "False", "--max_steps", "-1"]
     assert loaded_by(*HELPS, ["plan"], file, option) == []
+    for command in ("plan", "check"):
+        refused = "--max_stepz is not an option; did you mean --max_steps?"
+        assert loaded_by([command, "--max_stepz", "3"], refused=refused) == []
     assert loaded_by(["plan"], first="import pandas") == ["pandas"]
 
 
-def test_options_read_without_torch_are_those_of_the_parser():
-    names = {spec.name for spec in fields(GRPOConfig) if spec.init}
-    assert names <= {*field_names()}
-    words = ["--global_batch_size", "16", "--bf16", "False", "--max_steps=-1", "--lora_r=8"]
-    assert read_without_torch(words) == read_settings(words)
-    others = (
-        "--bf16 n",
-        "--use_vllm f",
-        "--global_batch_size 016",
-        "--max_steps abc",
-        "--run_name a:_b",
-        "--top_p 1e-1",
-    )
-    for slow in (["--reward_weights", "1", "2"], ["--bf16"], ["--gloabl_batch_size", "16"], *map(str.split, others)):
-        with pytest.raises(ConfigError):
-            read_without_torch(slow)
+# what the class alone knows: types that are classes of other libraries, and a default that depends on torch
+COMPUTED = {"parallelism_config": "type", "debug": "type", "optim": "default"}
+
+
+def actions(training: type) -> dict[str, dict[str, Any]]:
+    """What a parser of a run's options does with each, by its spellings; functions by their names."""
+    options = {}
+    for action in TrlParser((ScriptArguments, training, ModelConfig))._actions:
+        choices, kind = list(action.choices or ()), getattr(action.type, "__name__", None)
+        values = {**vars(action), "choices": choices, "type": kind, "container": None}
+        options[", ".join(values.pop("option_strings"))] = values
+    return options
+
+
+def test_options_read_from_the_source_are_those_of_the_class():
+    read, real = actions(kinds_of_options()[1]), actions(GRPOConfig)
+    assert [*read] == [*real]
+    different = [(real[name]["dest"], key) for name in real for key in real[name] if read[name][key] != real[name][key]]
+    assert dict(different) == COMPUTED
+    words = "--global_batch_size 016 --bf16 n --max_steps=-1 --lora_r=8 --use_vllm --no-shuffle-dataset --top_p 1e-1"
+    words += " --reward_weights 1 2 --run_name a:_b --optim sgd --delta none --report_to none --learning_rate 1e-6"
+    kinds = (ScriptArguments, GRPOConfig, ModelConfig)
+    assert read_settings(words.split()) == read_settings(words.split(), kinds)
+    for wrong in ("--max_steps abc", "--top_k", "--save_strategy sometimes", "--gloabl_batch_size 16"):
+        with pytest.raises(ConfigError) as error:
+            read_settings(wrong.split(), kinds)
+        with pytest.raises(ConfigError, match=re.escape(str(error.value))):
+            read_settings(wrong.split())
+
+
+@pytest.mark.parametrize(("name", "value"), [("_SOURCES", ("trl/moved.py",)), ("_NAMES", {})])
+def test_options_are_those_of_the_class_where_its_source_is_elsewhere_or_unknown(monkeypatch, name, value):
+    monkeypatch.setattr(config_source, name, value)
+    assert kinds_of_options()[1] is GRPOConfig
+
+
+ENDS = f"""
+import runpy, sys
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    print("ended:", end.code, *[name for name in {SLOW} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("recipe", ["grpo", "tools"])
+@pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--max_stepz=3", 2)])
+def test_recipes_show_their_help_and_refuse_unknown_options_without_a_slow_library(recipe, option, status):
+    command = [sys.executable, "-c", ENDS, str(forks.ROOT / "recipes" / f"{recipe}.py"), option]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.endswith(f"ended: {status}\n"), done.stderr
+    assert bool(status) == ("did you mean --max_steps?" in done.stderr)
+    assert status or "--sequence_mask_low" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["plan"], ["diff", "--help"]], ids=" ".join)
+def test_a_reader_that_has_gone_is_no_difference_of_runs(words):
+    """By click's output, and by rich's: the status is that of a program that SIGPIPE has ended."""
+    gone, output = os.pipe()
+    os.close(gone)
+    done = subprocess.run([sys.executable, "-m", "grpo_ext.tools.cli", *words], stdout=output, stderr=subprocess.PIPE)
+    os.close(output)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_lists_and_files_are_checked(tmp_path):

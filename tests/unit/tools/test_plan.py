@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from grpo_ext.batching.micro_batches import Form
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.config import forms_of
-from grpo_ext.errors import ConfigError, ModelError
+from grpo_ext.errors import ConfigError, DataError, ModelError
 from grpo_ext.forward.architecture import exchanged_numbers
 from grpo_ext.forward.token_slice import to_heads, to_tokens
 from grpo_ext.tools.cli import Engine
@@ -259,3 +259,28 @@ def test_memory_is_counted_for_models_of_text(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
     with pytest.raises(ConfigError, match="is a LlavaConfig, but memory is estimated for text models only"):
         load_config(str(tmp_path / "config.json"))
+
+
+SHORT = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1}
+LEARNED = {"model_type": "gpt2", "n_positions": 64, "n_embd": 8, "n_layer": 1, "n_head": 1, **SHORT}
+ROTARY = {**decoder("llama", 64, 8, 8, 1, 1, 1), "max_position_embeddings": 64, **SHORT}
+
+
+@pytest.mark.parametrize(("config", "room"), [(LEARNED, 54), (ROTARY, 64)], ids=["learned", "rotary"])
+def test_a_prompt_beyond_the_positions_of_the_model_is_refused_as_by_training(tmp_path, config, room):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    settings = {"max_completion_length": 10}
+    for prompt, shown in ((room, f"{room} tokens (as set)"), (None, f"{room} tokens (assumed)")):
+        text, _ = expected_memory(str(path), geometry_of({}, 1), settings, prompt=prompt)
+        assert f"Prompts: up to {shown}" in text
+    says = rf"the longest prompt has {room + 1} tokens, but the model has room for {room} \(max_position_embeddings=64"
+    with pytest.raises(DataError, match=says):
+        expected_memory(str(path), geometry_of({}, 1), settings, prompt=room + 1)
+
+
+def test_completions_that_leave_no_position_for_a_prompt_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LEARNED))
+    with pytest.raises(DataError, match=r"has 1 token, .*room for -6 .*or lower max_completion_length\."):
+        expected_memory(str(path), geometry_of({}, 1), {"max_completion_length": 70})
