@@ -1,7 +1,5 @@
 """grpo_ext: GRPO on TRL, with an update that does not depend on how the batch is split over hardware."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

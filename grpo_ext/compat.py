@@ -60,18 +60,8 @@ except (ImportError, RuntimeError) as error:  # TRL's lazy modules raise Runtime
 logger = get_logger(__name__)
 _OLD_NAMES: Any = ("ignore", re.compile(r"`(is_)?gradient_checkpointing\w*` is deprecated"), FutureWarning, None, 0)
 
-# methods of `trl.GRPOTrainer`, inherited ones included, that the trainer overrides
-OVERRIDES = (
-    *("__init__", "create_accelerator_and_postprocess", "get_total_train_batch_size", "get_train_dataloader"),
-    *("_wrap_model", "get_eval_dataloader", "get_test_dataloader", "training_step", "prediction_step"),
-    "_get_grad_norm",
-    *("evaluate", "evaluation_loop", "predict", "_prepare_inputs", "_compute_loss"),
-    *("_get_per_token_logps_and_entropies", "get_high_entropy_mask", "_generate_and_score_completions"),
-    *("_generate_single_turn", "_calculate_rewards", "train", "log", "_init_training_state"),
-    *("_run_epoch", "_finalize_training", "_load_from_checkpoint", "_load_best_model", "_issue_warnings_after_load"),
-    "_load_optimizer_and_scheduler",
-    *("_save_checkpoint", "_get_output_dir", "create_model_card"),
-)
+# methods of the trainer that override none of `trl.GRPOTrainer`, as all others do
+_ADDED = {"_build", "_assemble", "_with_events", "_log_step", "_loss_of", "_checkpoint_folder", "generate", "rerun"}
 
 # the argument of models and of `generate` that takes a cache: "cache" since transformers 5.24
 _PREPARED: Any = transformers.GenerationMixin.prepare_inputs_for_generation
@@ -300,10 +290,15 @@ def values_of(name: str, returned: Any) -> Any:
     return returned
 
 
+def overrides(ours: type) -> list[str]:
+    """The methods of `trl.GRPOTrainer`, inherited ones included, that the trainer overrides."""
+    return [name for name, value in vars(ours).items() if inspect.isfunction(value) and name not in _ADDED]
+
+
 @functools.cache
 def verify_overrides(ours: type) -> None:
     """Raise a ContractError that names every method that the installed versions lack or have changed."""
-    broken = [_mismatch(ours, name) for name in OVERRIDES]
+    broken = [_mismatch(ours, name) for name in overrides(ours)]
     broken.append(_returns_otherwise("generate", VLLMGeneration.generate))
     if differences := list(filter(None, broken)):
         raise misfit(*differences)

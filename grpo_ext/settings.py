@@ -12,7 +12,7 @@ from dataclasses import field
 from threading import TIMEOUT_MAX
 from typing import Any, NamedTuple
 
-from .batching.sizes import require_whole
+from .batching.sizes import Settings, require_whole
 from .errors import ConfigError
 
 # the stages of a step that a setting decides, or what else it is about
@@ -255,7 +255,7 @@ def compared_by_value(name: str, bitwise: bool) -> bool:
     return resumes(name) in ((ALWAYS, STATE, BITWISE) if bitwise else (ALWAYS, STATE))
 
 
-def check_ranges(settings: Mapping[str, Any]) -> None:
+def check_ranges(settings: Settings) -> None:
     """Raise a ConfigError for a value that a setting does not take."""
     for name, row in _BY_NAME.items():
         if row.rule is not None and name in settings:
@@ -268,11 +268,11 @@ def check_ranges(settings: Mapping[str, Any]) -> None:
 MOST_KEPT = 512  # tokens of a replayed mask without top_k
 
 
-def truncating(values: Mapping[str, Any]) -> dict[str, Any]:
+def truncating(values: Settings) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None and _truncates(name, value)}
 
 
-def truncating_in(settings: Mapping[str, Any]) -> dict[str, Any]:
+def truncating_in(settings: Settings) -> dict[str, Any]:
     """The settings of TRL that leave out tokens; `generation_kwargs` may contain others."""
     return truncating({name: settings.get(name) for name in named("truncates")})
 
@@ -285,7 +285,7 @@ def _truncates(name: str, value: float) -> bool:
     return name == "top_h" or (name in ("top_k", "min_p") and value != 0)
 
 
-def most_kept(filters: Mapping[str, Any]) -> int | None:
+def most_kept(filters: Settings) -> int | None:
     return filters.get("top_k", MOST_KEPT) if filters else None
 
 

@@ -268,7 +268,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.model.training:
             return self._rollouts.completions_of(rows)
         scored = self._rollouts.make(rows)
-        self._pass_at_k.observe(scored.rewards_BF, scored.settings.weights_F, scored.settings.functions.names)
+        self._pass_at_k.observe(scored.rewards_BF, scored.settings.rule.weights_F, scored.settings.functions.names)
         return scored.batch
 
     def _with_events(self, micro_batches: Iterator[LossInputs]) -> Iterator[LossInputs]:

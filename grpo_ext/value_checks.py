@@ -9,7 +9,6 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import trl
@@ -19,7 +18,7 @@ from .algorithms.advantages import check_estimator, takes_keyword
 from .algorithms.losses import LossConfig
 from .algorithms.pass_at_k import logged_k
 from .algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
-from .batching.sizes import check_lag, require_whole
+from .batching.sizes import Settings, check_lag, require_whole
 from .compat import WORKS
 from .errors import ConfigError, UnknownSettingError, did_you_mean
 from .runtime.tracebacks import hide_frames
@@ -28,7 +27,7 @@ from .settings import check_ranges, refuse_excluded, row_of
 _SETTINGS = dataclasses.fields(trl.GRPOConfig)  # as it is now: a script may put this package's in its place
 
 
-def refuse_newer(settings: Mapping[str, Any]) -> None:
+def refuse_newer(settings: Settings) -> None:
     """Refuse settings of a newer TRL, which nothing here may implement, unless they have their defaults."""
     for spec in _SETTINGS:
         if row_of(spec.name) is None and spec.name not in TrainingArguments.__dataclass_fields__:
@@ -68,7 +67,7 @@ def check_kind(spec: dataclasses.Field[Any], value: Any, own: bool) -> None:
         raise ConfigError(f"{spec.name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}.")
 
 
-def check_values(settings: Mapping[str, Any]) -> None:
+def check_values(settings: Settings) -> None:
     check_ranges(settings)
     weights = settings["reward_weights"] or ()
     if not all(math.isfinite(weight) for weight in weights):
@@ -81,7 +80,7 @@ def check_values(settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_best_metric(settings: Mapping[str, Any]) -> None:
+def check_best_metric(settings: Settings) -> None:
     """Raise a ConfigError for a `metric_for_best_model` that an evaluation may not log, because the run would fail."""
     name, group = settings["metric_for_best_model"], settings["num_generations_eval"] or settings["num_generations"]
     metric, unsure = re.fullmatch(r"(?:.+_)?(pass|mean)@(\d+)", name or ""), settings["eval_pass_threshold"] is None
@@ -94,7 +93,7 @@ def check_best_metric(settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_algorithm(settings: Mapping[str, Any]) -> None:
+def check_algorithm(settings: Settings) -> None:
     level, aggregation = settings["importance_sampling_level"], settings["loss_aggregation"]
     loss = LossConfig(
         settings["loss_type"],
@@ -138,12 +137,12 @@ def check_advantage_k(estimator: str | None, k: Any, group: int) -> None:
         raise ConfigError(f"advantage_k={k!r}, but advantage_estimator={estimator!r} {rule}.")
 
 
-def asks_for(engine: str, settings: Mapping[str, Any]) -> bool:
+def asks_for(engine: str, settings: Settings) -> bool:
     """Whether launcher or settings turn on "fsdp" or "deepspeed" (Accelerate turns the latter off with use_cpu)."""
     return os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() == "true" or bool(settings.get(engine))
 
 
-def check_bitwise(settings: Mapping[str, Any]) -> None:
+def check_bitwise(settings: Settings) -> None:
     vllm, invariant = settings["use_vllm"], os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
     varies = vllm and settings["vllm_mode"] == "colocate" and not invariant  # a server is asked later
     facts = with_engines(settings) | {"vllm_varies": varies, "vllm_unseeded": vllm and not settings["vllm_seeds"]}
@@ -167,7 +166,7 @@ def _refuse_mesh(mesh: Any) -> None:
             )
 
 
-def check_sequence_parallel(settings: Mapping[str, Any]) -> None:
+def check_sequence_parallel(settings: Settings) -> None:
     _refuse_mesh(settings.get("parallelism_config"))
     require_whole("sequence_parallel_size", size := settings["sequence_parallel_size"])
     if size > 1:
@@ -176,12 +175,12 @@ def check_sequence_parallel(settings: Mapping[str, Any]) -> None:
         refuse_excluded("sequence_parallel_size", f"sequence_parallel_size={size}", facts)
 
 
-def with_engines(settings: Mapping[str, Any]) -> dict[str, Any]:
+def with_engines(settings: Settings) -> dict[str, Any]:
     """The settings, with whether FSDP or DeepSpeed is on, by the launcher too."""
     return {**settings, **{engine: asks_for(engine, settings) for engine in ("fsdp", "deepspeed")}}
 
 
-def check_ahead(settings: Mapping[str, Any]) -> None:
+def check_ahead(settings: Settings) -> None:
     lag, vllm = settings["rollout_lag"], settings["use_vllm"]
     check_lag(lag, asks_for("fsdp", settings) or asks_for("deepspeed", settings))
     if not lag:

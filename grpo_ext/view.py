@@ -4,11 +4,10 @@ Components are built from the parts of a view. Settings are read through it wher
 callbacks may change them: those of a rollout batch when it begins, those of the loss at each loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from . import compat
 from .batching.sizes import BatchGeometry
 from .config import GRPOConfig
 from .runtime.attributes import temporarily_set
+from .runtime.collectives import shards_parameters
 
 # names of TRL's and transformers' private attributes, by their names here
 _PRIVATE = {
@@ -186,6 +186,14 @@ class TrainerView:
     def teacher_model(self) -> Any:
         loop: Any = self._trainer  # without a coefficient the attribute belongs to a subclass
         return None if self.args.teacher_kl_coef is None else loop.teacher_model
+
+    @property
+    def sharded(self) -> bool:
+        return shards_parameters(self.accelerator)
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(str(self.args.output_dir))
 
     @property
     def policy(self) -> Any:

@@ -163,8 +163,10 @@ def check_estimator(name: str) -> None:
 
 @dataclass(frozen=True)
 class AdvantageRule:
-    """How rewards (B, F) of a whole rollout batch become advantages; NaN: a function returned None. Weights: (F,)."""
+    """How rewards (B, F) of a whole rollout batch become advantages; NaN: a function returned None."""
 
+    weights_F: torch.Tensor  # of the functions, on the CPU
+    num_generations: int
     estimator: str | None = None  # `advantage_estimator`; None: the two settings below
     scale_rewards: str = "group"  # or "batch" or "none": the standard deviation that divides the centred reward
     # TRL's `multi_objective_aggregation`; or "normalize_then_sum" (GDPO, arXiv 2601.05242)
@@ -172,45 +174,43 @@ class AdvantageRule:
     k: int | None = None  # `advantage_k`
     pass_threshold: float | None = None  # `eval_pass_threshold`
 
-    def advantages(
-        self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int, masks: Iterable[torch.Tensor]
-    ) -> torch.Tensor:
+    def advantages(self, rewards_BF: torch.Tensor, masks: Iterable[torch.Tensor]) -> torch.Tensor:
         """(B,); zero for completions that no function scored. Masks: 1 on the tokens that carry loss."""
-        rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
+        rewards_PG = self._combined(rewards_BF)
         if self.estimator is not None:
             return _estimated(self, self.estimator, rewards_PG, masks)
         scaled = _standardized if self.aggregation == "normalize_then_sum" else _SCALED[self.scale_rewards]
         return scaled(rewards_PG).view(-1).nan_to_num(nan=0.0)
 
-    def zero_std_fraction(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> float:
+    def zero_std_fraction(self, rewards_BF: torch.Tensor) -> float:
         """The share of groups whose rewards are all equal, as TRL logs it (`frac_reward_zero_std`)."""
-        rewards_PG = self._combined(rewards_BF, weights_F, num_generations)
+        rewards_PG = self._combined(rewards_BF)
         if self.scale_rewards == "batch" or self.aggregation == "normalize_then_sum":
             rewards_PG = rewards_PG.view(1, -1)
         std = nan_std(rewards_PG, dim=1) if rewards_PG.size(1) > 1 else torch.zeros(len(rewards_PG))
         return torch.isclose(std, torch.zeros_like(std)).float().mean().item()
 
-    def _combined(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
+    def _combined(self, rewards_BF: torch.Tensor) -> torch.Tensor:
         """(P, G); "normalize_then_sum" standardises each function's rewards in the group first."""
-        rewards_B = weighted_sum(rewards_BF, weights_F)
+        rewards_B = weighted_sum(rewards_BF, self.weights_F)
         if self.aggregation == "normalize_then_sum":
-            grouped = rewards_BF.view(-1, num_generations, rewards_BF.size(1))
-            total_B = weighted_sum(_standardized(grouped, dim=1).view_as(rewards_BF), weights_F)
+            grouped = rewards_BF.view(-1, self.num_generations, rewards_BF.size(1))
+            total_B = weighted_sum(_standardized(grouped, dim=1).view_as(rewards_BF), self.weights_F)
             rewards_B = torch.where(torch.isnan(rewards_B), torch.nan, total_B.nan_to_num(nan=0.0))
-        return rewards_B.view(-1, num_generations)
+        return rewards_B.view(-1, self.num_generations)
 
-    def constant_groups(self, rewards_BF: torch.Tensor, weights_F: torch.Tensor, num_generations: int) -> torch.Tensor:
+    def constant_groups(self, rewards_BF: torch.Tensor) -> torch.Tensor:
         """The groups with equal rewards, in GDPO of each function: they teach nothing, (P,) (DAPO, 2503.14476).
 
         With "pass_at_k" a group with fewer than k failures teaches nothing either: every subset of k has a pass.
         """
         if self.estimator == "pass_at_k":
-            advantages_B = self.advantages(rewards_BF, weights_F, num_generations, masks=())
-            return (advantages_B.view(-1, num_generations) == 0).all(dim=1)
-        values = rewards_BF[:, weights_F.to(rewards_BF) != 0]
+            advantages_B = self.advantages(rewards_BF, masks=())
+            return (advantages_B.view(-1, self.num_generations) == 0).all(dim=1)
+        values = rewards_BF[:, self.weights_F.to(rewards_BF) != 0]
         if self.aggregation == "sum_then_normalize":
-            values = weighted_sum(rewards_BF, weights_F)[:, None]
-        grouped = values.reshape(len(values) // num_generations, num_generations, values.size(1))
+            values = weighted_sum(rewards_BF, self.weights_F)[:, None]
+        grouped = values.reshape(len(values) // self.num_generations, self.num_generations, values.size(1))
         low = grouped.nan_to_num(nan=torch.inf).amin(dim=1)
         high = grouped.nan_to_num(nan=-torch.inf).amax(dim=1)
         return (high <= low).all(dim=1)

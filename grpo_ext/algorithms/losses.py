@@ -381,11 +381,8 @@ def entropy_threshold(entropies_N: torch.Tensor, top_quantile: float, tolerance:
     if entropies_N.numel() == 0:
         return math.inf
     ordered = entropies_N.double().sort().values
-    last = ordered.numel() - 1
-    position = (1.0 - top_quantile) * last
-    below = min(int(position), last)
-    above = min(below + 1, last)
-    value = ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+    position = (1.0 - top_quantile) * (len(ordered) - 1)
+    value = torch.lerp(ordered[math.floor(position)], ordered[math.ceil(position)], position % 1.0)
     return float(value) - tolerance
 
 

@@ -5,8 +5,6 @@ micro-batches may differ between steps and processes. Runs once per step, before
 completion with its prompt; the rows of a group are neighbours and share their prompt. A step may hold part of a group.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +15,26 @@ from .sizes import RowBatching, batch_key, ceil_div, even_slice
 # a pack without padding; prompts once, then their completions, both padded; every completion with its prompt, padded
 Form = Literal["packed", "prefix", "padded"]
 
+Parts = list[list[int]]  # numbers of rows
+
 BALANCED = 1.02  # groups are cut while the largest load is more than this many times the mean
 BALANCED_WHOLE = 1.12  # with `whole_groups`; from two groups a process on, most steps cut none (simulated)
 WORTH_CUTTING = 0.98  # a cut repeats a prompt, so it has to lower the largest load to this share
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """Costs in training, in units of a token's pass through the layers without attention."""
+
+    attention: float = 0.0  # of one (query, key) pair
+    head: float = 0.0  # of one completion token in the language-model head
+
+    def prompt(self, tokens: int) -> float:
+        return tokens + self.attention * tokens**2 / 2
+
+    def completion(self, tokens: int, prompt: int) -> float:
+        """The cost without that of the prompt."""
+        return tokens * (1 + self.head) + self.attention * tokens * (prompt + tokens / 2)
 
 
 @dataclass(frozen=True)
@@ -32,11 +47,11 @@ class StepSizes:
     def up(self, tokens: int) -> int:
         return ceil_div(tokens, self.multiple) * self.multiple
 
-    def pieces(self, rows: Iterable[int]) -> list[list[int]]:
+    def pieces(self, rows: Iterable[int]) -> Parts:
         """The rows, in order, cut where the group changes."""
         return [list(piece) for _, piece in itertools.groupby(sorted(rows), key=self.groups_B.__getitem__)]
 
-    def joinable(self, rows: Iterable[int], batching: RowBatching) -> list[list[int]]:
+    def joinable(self, rows: Iterable[int], batching: RowBatching) -> Parts:
         """The rows, in order, cut where neighbours may not share a padded batch."""
         parts = itertools.groupby(rows, key=lambda row: batch_key(batching, self.lengths(row), row))
         return [list(part) for _, part in parts]
@@ -60,21 +75,6 @@ class StepSizes:
             return self.up(sum(prompts.values()) + sum(self.completions_B[row] for row in rows))
         prompt, completion = self.up(max(prompts.values())), self.up(max(self.completions_B[row] for row in rows))
         return (len(prompts) if form == "prefix" else len(rows)) * prompt + len(rows) * completion
-
-
-@dataclass(frozen=True)
-class TokenCost:
-    """Costs in training, in units of a token's pass through the layers without attention."""
-
-    attention: float = 0.0  # of one (query, key) pair
-    head: float = 0.0  # of one completion token in the language-model head
-
-    def prompt(self, tokens: int) -> float:
-        return tokens + self.attention * tokens**2 / 2
-
-    def completion(self, tokens: int, prompt: int) -> float:
-        """The cost without that of the prompt."""
-        return tokens * (1 + self.head) + self.attention * tokens * (prompt + tokens / 2)
 
 
 @dataclass(frozen=True)
@@ -118,9 +118,9 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
     return mine + [MicroBatch((shortest,), weight=0.0)] * (most - len(mine))
 
 
-def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
+def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> Parts:
     """Cut rows, the largest micro-batch first: the others reuse its memory, and a shortage shows at once."""
-    parts: list[list[int]] = []
+    parts: Parts = []
     for joinable in sizes.joinable(sorted(rows, key=sizes.lengths), layout.batching):
         if layout.max_tokens is None:
             parts += cut_by_count(sizes, joinable, layout.max_rows)
@@ -129,7 +129,7 @@ def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> lis
     return sorted(parts, key=lambda part: -sizes.tokens(part, layout.form))
 
 
-def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
+def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> Parts:
     """The rows of each process, in order, by cost: the slowest does little more than the mean; one may get none.
 
     The longest group goes to the least loaded process first. Where loads stay uneven (few groups, many processes),
@@ -153,10 +153,10 @@ def assign_rows(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout)
     return assigned
 
 
-def _longest_first(costs: Sequence[float], processes: int) -> list[list[int]]:
+def _longest_first(costs: Sequence[float], processes: int) -> Parts:
     """The items of each process, in the order assigned (Graham 1969, LPT)."""
     loads = [0.0] * processes
-    assigned: list[list[int]] = [[] for _ in range(processes)]
+    assigned: Parts = [[] for _ in range(processes)]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         process = loads.index(min(loads))
         assigned[process].append(index)
@@ -185,16 +185,16 @@ def _rows_to_move(sizes: StepSizes, cost: TokenCost, high: Sequence[int], low: S
     return result
 
 
-def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> list[list[int]]:
+def canonical_units(sizes: StepSizes, rows: Sequence[int], unit_rows: int) -> Parts:
     """Units of at most `unit_rows` completions of a group, as even as possible; they depend only on the data."""
-    units: list[list[int]] = []
+    units: Parts = []
     for piece in sizes.pieces(rows):
         count = ceil_div(len(piece), unit_rows)
         units += [[piece[i] for i in even_slice(len(piece), count, number)] for number in range(count)]
     return units
 
 
-def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[list[int]]:
+def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> Parts:
     """Cut into the fewest micro-batches of at most `max_rows`, in order, between groups if possible."""
     rows = sorted(rows)
     group_ends = set(itertools.accumulate(map(len, sizes.pieces(rows))))
@@ -211,7 +211,7 @@ def cut_by_count(sizes: StepSizes, rows: Sequence[int], max_rows: int) -> list[l
     return result
 
 
-def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> list[list[int]]:
+def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> Parts:
     """Cut into few micro-batches, each as full as possible; a row that exceeds the budget runs alone.
 
     Rows of a group stay together where they share the prompt, and rows of similar length where they are padded.
@@ -227,15 +227,13 @@ def cut_by_tokens(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayou
     return [sorted(part) for part in filled(sizes, pieces, layout.max_rows, layout.max_tokens, layout.form)]
 
 
-def filled(
-    sizes: StepSizes, pieces: Iterable[list[int]], max_rows: int, max_tokens: int | None, form: Form
-) -> list[list[int]]:
+def filled(sizes: StepSizes, pieces: Iterable[list[int]], max_rows: int, max_tokens: int | None, form: Form) -> Parts:
     """Consecutive pieces within the limits; a piece that exceeds a limit is cut into rows."""
 
     def fits(part: list[int]) -> bool:
         return len(part) <= max_rows and (max_tokens is None or sizes.tokens(part, form) <= max_tokens)
 
-    result: list[list[int]] = []
+    result: Parts = []
     for piece in pieces:
         for part in [piece] if fits(piece) else [[row] for row in piece]:
             if result and fits(grown := [*result[-1], *part]):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+Range = tuple[int, int]  # half-open, of tokens or rows
 # first token (among the tokens of all rows), number of tokens, position of the first, count of each token
 _Segment = tuple[int, int, int, int]
 
@@ -19,12 +20,12 @@ _Segment = tuple[int, int, int, int]
 class PackedGroup:
     """The places of a prompt and its completions in a pack, as half-open token ranges."""
 
-    prompt: tuple[int, int]
-    completions: tuple[tuple[int, int], ...]
+    prompt: Range
+    completions: tuple[Range, ...]
     lengths: tuple[int, ...] = ()  # tokens of all completions of the group, also those outside the pack
 
     @property
-    def answers(self) -> tuple[int, int]:
+    def answers(self) -> Range:
         """All completions, which follow each other without a gap."""
         return (self.completions[0][0], self.completions[-1][1]) if self.completions else (0, 0)
 
@@ -54,7 +55,7 @@ class Pack:
     predictor_S: torch.Tensor  # the token that predicts each completion token, in row order
 
 
-def group_runs(same_as_previous: Sequence[bool]) -> list[tuple[int, int]]:
+def group_runs(same_as_previous: Sequence[bool]) -> list[Range]:
     """Half-open ranges of consecutive rows with one prompt; `same_as_previous` is of each row but the first."""
     starts = [0, *(i + 1 for i, same in enumerate(same_as_previous) if not same)]
     return list(zip(starts, [*starts[1:], len(same_as_previous) + 1], strict=True))
@@ -63,7 +64,7 @@ def group_runs(same_as_previous: Sequence[bool]) -> list[tuple[int, int]]:
 def build_pack(
     prompt_lengths: Sequence[int],
     completion_lengths: Sequence[int],
-    groups: Sequence[tuple[int, int]],
+    groups: Sequence[Range],
     keep_last: bool,
     multiple: int = 1,
     group_lengths: Sequence[tuple[int, ...]] | None = None,

@@ -10,13 +10,13 @@ def describe_plan(
     drop_last: bool,
     epochs: float | None,
     *,
-    micro_batch_tokens: int | None = None,
+    micro_batch_tokens: int | None,
+    ahead: str | None,
+    longest: int | None,
+    half: bool,
+    most_kept: int | None,
     form: str | None = None,
     precision: str | None = None,
-    ahead: str | None = None,
-    longest: int | None = None,
-    half: bool = False,
-    most_kept: int | None = None,
 ) -> str:
     """One fact per line; lines are left out for what is None.
 

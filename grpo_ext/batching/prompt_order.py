@@ -4,8 +4,6 @@ Differs from TRL's `RepeatSampler`: the order depends only on (seed, epoch), no 
 takes its part of the same order, so the number of processes changes nothing. Feeds rollouts.source.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools
@@ -41,6 +39,7 @@ class RolloutRequest:
     num_generations: int  # completions per prompt; rows repeat each prompt this often
     first_prompt: int = 0  # number of the first prompt of a further round (dynamic sampling), for keys
     columns: Sequence[str] = ()  # the keys of all rows of all processes
+    repeat: int = 0  # how often a user's override has called TRL's method before; each draws other random numbers
     row_numbers: Sequence[int] = ()  # the data set's rows of the prompts of all processes; none for a stream
 
     @property
@@ -64,7 +63,7 @@ class StepRows(Sequence[dict[str, Any]]):
         return self.rows[index]
 
     @staticmethod
-    def checked(item: Any) -> StepRows:
+    def checked(item: Any) -> "StepRows":
         if isinstance(item, StepRows):
             return item
         raise ConfigError(
@@ -255,11 +254,8 @@ def make_eval_loader(prompts: Any, rule: ProcessSlices, micro_batch: int) -> Ste
     return loader
 
 
-def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, repeat: int = 0) -> list[int]:
-    """Keys of rows of this process, one per completion; a user's override may sample more rows than the request has.
-
-    `repeat` is how often an override has called TRL's method before; each call draws other random numbers.
-    """
+def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool) -> list[int]:
+    """Keys of rows of this process, one per completion; a user's override may sample more rows than the request has."""
     stream = TRAIN_STREAM if training else EVAL_STREAM
     place, group = (stream, request.epoch, request.layout.rollout), request.num_generations
     prompts = (torch.tensor(list(request.prompts)) + request.first_prompt).repeat_interleave(group)
@@ -267,4 +263,4 @@ def request_keys(request: RolloutRequest, rows: int, seed: int, training: bool, 
     if (missing := rows - len(keys_B)) > 0:
         prompts = torch.arange(missing) + FIRST_ADDED + (request.prompts.start << 20)
         keys_B = torch.cat([keys_B, completion_keys(seed, *place, prompts, torch.zeros_like(prompts))])
-    return (mix(keys_B, repeat) if repeat else keys_B)[:rows].tolist()
+    return (mix(keys_B, request.repeat) if request.repeat else keys_B)[:rows].tolist()

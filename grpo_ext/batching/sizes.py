@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, counted
 
+Settings = Mapping[str, Any]  # as in GRPOConfig or in the file of a run, by name
+
 # which rows a padded batch of a model may hold together: any, those of equal lengths (no padding), or one at a time
 RowBatching = Literal["any", "equal_lengths", "single"]
 
@@ -151,7 +153,7 @@ SETTINGS: dict[str, int | None] = {
 }
 
 
-def group_size(settings: Mapping[str, Any]) -> int:
+def group_size(settings: Settings) -> int:
     """The completions of a group; a ConfigError for one that has no advantage."""
     generations, teacher = settings["num_generations"], ("teacher_model", "teacher_kl_coef")
     least = 2 if all(settings.get(name) is None for name in teacher) else 1
@@ -163,7 +165,7 @@ def group_size(settings: Mapping[str, Any]) -> int:
     return generations
 
 
-def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometry:
+def geometry_of(settings: Settings, num_processes: int) -> BatchGeometry:
     """The sizes that follow from settings of GRPOConfig, with TRL's defaults for missing ones.
 
     As in TRL, `gradient_accumulation_steps` and `steps_per_generation` count micro-batches, `generation_batch_size`
@@ -198,7 +200,7 @@ def geometry_of(settings: Mapping[str, Any], num_processes: int) -> BatchGeometr
     )
 
 
-def _global_batch(sizes: Mapping[str, Any]) -> int:
+def _global_batch(sizes: Settings) -> int:
     requested, steps = sizes["global_batch_size"], sizes["gradient_accumulation_steps"]
     micro_batch, processes = sizes["per_device_train_batch_size"], sizes["num_processes"]
     if requested is None:
@@ -215,7 +217,7 @@ def _global_batch(sizes: Mapping[str, Any]) -> int:
     return requested
 
 
-def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
+def _rollout_batch(sizes: Settings, step: int) -> int:
     requested, phases = sizes["rollout_batch_size"], sizes["steps_per_generation"]
     named = {name: sizes[name] for name in ("rollout_batch_size", "generation_batch_size") if sizes[name] is not None}
     if len(set(named.values())) > 1 or (named and phases is not None):
@@ -239,7 +241,7 @@ def _rollout_batch(sizes: Mapping[str, Any], step: int) -> int:
     return rollout
 
 
-def _check_multiples(rollout: int, step: int, name: str, sizes: Mapping[str, Any]) -> None:
+def _check_multiples(rollout: int, step: int, name: str, sizes: Settings) -> None:
     """A step would otherwise train on samples of two policies."""
     group = sizes["num_generations"]
     unit = math.lcm(step, group)

@@ -102,14 +102,6 @@ def refuse_parallelism(accelerator: Any, tensor_parallel: int) -> None:
         )
 
 
-def scores_differ(sampler: Sampler) -> set[str]:
-    sentence = (
-        f"{'; '.join(sampler.changed)}: completions are sampled from other scores than those that training uses, "
-        "which biases the gradient, as in TRL."
-    )
-    return {sentence} if sampler.changed else set()
-
-
 def remarks(view: TrainerView, sampler: Sampler) -> list[str]:
     args, names = view.args, view.reward_func_names
     twice = {name for name in names if names.count(name) > 1}

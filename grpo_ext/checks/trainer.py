@@ -28,7 +28,6 @@ from ..rollouts.source import Rollouts
 from ..rollouts.tools import check_names, check_tools
 from ..run.checkpoint import create_output_dir
 from ..run.optimizer import check_weights
-from ..runtime.collectives import shards_parameters
 from ..runtime.determinism import unfit_kernels
 from ..sampling.equal_shares import why_equal
 from ..sampling.sampler import Sampler, suppressed_in
@@ -117,7 +116,7 @@ def _refuse_settings(view: TrainerView, config: GRPOConfig) -> None:
         )
     accelerator = view.accelerator
     settings.refuse_parallelism(accelerator, view.get_tp_size())
-    if not shards_parameters(accelerator) and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
+    if not view.sharded and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"):
         raise ConfigError(
             "sync_each_batch=True sums gradients in every backward pass; leave it out of gradient_accumulation_kwargs."
         )
@@ -148,7 +147,7 @@ def _refuse_dynamic_sampling(view: TrainerView, config: GRPOConfig) -> None:
 def _refuse_images_and_tools(view: TrainerView, rollouts: Rollouts) -> None:
     processes, prepare = view.accelerator.num_processes, rollouts.images.prepare
     may_be_shown = prepare is not None and bool(view.tools or view.environment_factories)
-    if may_be_shown and shards_parameters(view.accelerator):
+    if may_be_shown and view.sharded:
         raise ConfigError(
             "images with tools or an environment under FSDP or DeepSpeed: every process has to run the image tower in "
             "every forward or none, and tools may show an image to only one; train with DDP."
@@ -195,7 +194,7 @@ def check_trainer(
             f"{method} has no effect here, unless your own code calls it: stock TRL calls it, and grpo_ext does not. "
             "Loaders and losses are built in batching.prompt_order and algorithms.losses."
         )
-    models.check_optimizer(view.optimizer, policy, shards_parameters(view.accelerator))
+    models.check_optimizer(view.optimizer, policy, view.sharded)
     check_weights(view.optimizer, policy)
     if not sampler.pads:
         settings.check_equal_shares(config.geometry, view.num_prompts, config.dataloader_drop_last)
@@ -211,7 +210,7 @@ def check_trainer(
     if config.sequence_parallel_size > 1:
         _check_sequence_parallel(view, rollouts, config.sequence_parallel_size)
     built = built_for(view, rollouts)
-    rollouts.refuse_changes = functools.partial(refuse_changes, view, rollouts, built, set())
+    rollouts.refuse_changes = functools.partial(refuse_changes, view, rollouts, built)
     return uncovered + check_lengths(view, surveys.get("training"), config.allow_split_dependent)
 
 
@@ -239,24 +238,24 @@ def _check_sequence_parallel(view: TrainerView, rollouts: Rollouts, size: int) -
 
 
 def check_bitwise(view: TrainerView, rollouts: Rollouts) -> None:
-    facts = {
-        "reward_models": ", ".join(type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)),
-        "vllm_engine": not rollouts.worker.engine.has_same_bits(),
-        "other_sampling": rollouts.sampler.other,
-    }
-    facts |= unfit_kernels(view.accelerator.device, "linear_attention" in layer_kinds(view.model.config))
+    facts = unfit_kernels(view.accelerator.device, "linear_attention" in layer_kinds(view.model.config))
+    facts |= _sampled_by(view, rollouts.sampler) | {"vllm_engine": not rollouts.worker.engine.has_same_bits()}
     refuse_excluded("bitwise_invariant", "bitwise_invariant=True", facts)
+
+
+def _sampled_by(view: TrainerView, sampler: Sampler) -> dict[str, Any]:
+    """What samples and scores completions, as facts for `refuse_excluded`."""
+    scorers = [type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)]
+    return {"other_sampling": sampler.other, "reward_models": ", ".join(scorers)}
 
 
 def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[str]) -> None:
     """Warn of what the promise leaves out; refuse parts that were replaced since the trainer was built."""
     compat.warn_of_untested_versions()
     refuse_overrides(view)
-    refuse_gradient_hooks(view.model, shards_parameters(view.accelerator))  # before forms and buffers are compared
+    refuse_gradient_hooks(view.model, view.sharded)  # before forms and buffers are compared
     if view.args.bitwise_invariant:
         check_bitwise(view, rollouts)
-    sampler = rollouts.sampler
-    settings.check_replay(view, sampler)
     # `accelerate launch` sets the address where it was asked for several processes, also where it then starts one
     launched = "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
     if launched and "WORLD_SIZE" not in os.environ and view.accelerator.num_processes == 1:
@@ -265,6 +264,7 @@ def warn_before_training(view: TrainerView, rollouts: Rollouts, uncovered: list[
             "then starts one where it finds no second accelerator. On a CPU use `torchrun --nproc_per_node 2`; for "
             "machines with one accelerator each add --multi_gpu. If you meant one process, ignore this."
         )
+    sampler = rollouts.sampler
     for sentence in settings.remarks(view, sampler):
         logger.warning(sentence)
     for sentence in uncovered if sampler.uncovered is None else [*uncovered, sampler.uncovered]:
@@ -296,15 +296,15 @@ def built_for(view: TrainerView, rollouts: Rollouts) -> dict[str, Any]:
         values["processing_class or chat_template"] = prompts != (prepare.processor, prepare.template)
     if lag:  # the thread has a copy of the one, and reads the others while it samples
         values["ref_model"] = view.ref_model
-        if not (view.args.sync_ref_model or shards_parameters(view.accelerator)):
+        if not (view.args.sync_ref_model or view.sharded):
             # of two parameters, because this runs for every rollout batch; what moves a reference moves all of it
             values["the weights of ref_model"] = weight_sums(view.ref_model, ends=True)
         values |= {f"vllm_generation.{name}": copy.copy(getattr(engine, name, None)) for name in SENT}
     return values
 
 
-def refuse_changes(view: TrainerView, rollouts: Rollouts, built: Mapping[str, Any], warned: set[str]) -> None:
-    """Refuse a change since the trainer was built (`built`) that it cannot follow; `warned` collects warnings."""
+def refuse_changes(view: TrainerView, rollouts: Rollouts, built: Mapping[str, Any]) -> None:
+    """Refuse a change since the trainer was built (`built`) that it cannot follow."""
     for name, value in built_for(view, rollouts).items():
         if value != built.get(name) and (view.model.training or name not in named("planned")):
             read_once = ", or change generation_config" if name in named("copied") else ""
@@ -317,17 +317,17 @@ def refuse_changes(view: TrainerView, rollouts: Rollouts, built: Mapping[str, An
         raise ConfigError(f"a change has left {columns}: change these together, to the same length.")
     sampler = rollouts.sampler
     settings.check_ends(sampler)
-    for sentence in settings.scores_differ(sampler) - warned:
-        logger.warning(sentence)
-        warned.add(sentence)
+    if sampler.changed:
+        logger.warning_once(
+            f"{'; '.join(sampler.changed)}: completions are sampled from other scores than those that training uses, "
+            "which biases the gradient, as in TRL."
+        )
     if view.model.training:
         refuse_overrides(view)
         settings.check_replay(view, sampler)
-        scorers = [type(func).__name__ for func in view.reward_funcs if isinstance(func, nn.Module)]
-        facts = {"other_sampling": sampler.other, "reward_models": ", ".join(scorers)}
         for name in ("rollout_lag", "bitwise_invariant"):
             if value := getattr(view.args, name):
-                refuse_excluded(name, f"{name}={value}", facts)
+                refuse_excluded(name, f"{name}={value}", _sampled_by(view, sampler))
 
 
 def refuse_overrides(view: TrainerView) -> None:

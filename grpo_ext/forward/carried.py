@@ -4,8 +4,6 @@ A module is given hidden states and no more. So what belongs to their tokens is 
 thread, and found again by layers that gradient checkpointing recomputes in the backward pass.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +28,7 @@ class Carried:
         self.calls: dict[str, int] = {}  # of dropout, by module
 
     @classmethod
-    def of(cls, targets: Any, ids_BL: Any, first: int = 0) -> Carried:
+    def of(cls, targets: Any, ids_BL: Any, first: int = 0) -> "Carried":
         """What `Targets` have for a pass over these ids."""
         keys_N = targets.dropout_N
         keys_BL = None if keys_N is None else keys_N[first : first + ids_BL.numel()].view_as(ids_BL)

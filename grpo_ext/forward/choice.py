@@ -81,7 +81,6 @@ class ForwardChoice:
         self.forms, self.device, self.sharded, self.group = tuple(forms), device, sharded, group
         self.checkpointing_kwargs, self.refused = checkpointing_kwargs, refused or {}
         self._models: WeakKeyDictionary[Any, _ModelForms] = WeakKeyDictionary()  # by the causal language model
-        self._warned: set[str] = set()
 
     def form(self, model: Any) -> Form:
         """The form in which a model runs; padded before `compare`."""
@@ -130,7 +129,7 @@ class ForwardChoice:
                 pairs = [alone.pair() for alone in batches[:1] if alone.rows.images is None]
                 equal = pairs and self._why_refused("padded", pairs) is None
                 forms.batching = "equal_lengths" if equal else "single"
-                self._warn(
+                logger.warning_once(
                     f"A batch changes what the model computes ({reason}). Where batches are padded, in sampling too, "
                     f"they hold {_JOINED[forms.batching]}, so there are more of them, and steps take longer."
                 )
@@ -159,12 +158,7 @@ class ForwardChoice:
 
     def _warn_of_padding(self, forms: _ModelForms) -> None:
         if self.group is None and forms.reasons and forms.best == "padded":
-            self._warn(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:  # policy and reference often have the same reasons
-            self._warned.add(text)
-            logger.warning(text)
+            logger.warning_once(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
 
     def _why_refused(self, form: Form, batches: Sequence[RowsAlone], problem: str | None = None) -> str | None:
         """The first reason of any process against a form: a `problem` with the rows, or what a comparison finds."""

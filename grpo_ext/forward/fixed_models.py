@@ -13,7 +13,7 @@ import trl
 from ..compat import SyncRefModelCallback, create_model_from_path, prepare_deepspeed, prepare_fsdp
 from ..config import GRPOConfig
 from ..errors import ModelError
-from ..runtime.collectives import copy_from_main_process, shards_parameters
+from ..runtime.collectives import copy_from_main_process
 from ..view import TrainerView
 from .architecture import base_model_of
 from .lm_head import install, refuse_unknown_head
@@ -63,7 +63,7 @@ def _refuse_teacher(teacher: Any, view: TrainerView) -> None:
             f"the teacher's vocab_size={known} is less than the policy's {sampled}, so it cannot score every token "
             f"that the policy may sample; call resize_token_embeddings({sampled}) on it, and pass it as teacher_model."
         )
-    if shards_parameters(view.accelerator) and getattr(teacher, "is_quantized", False):
+    if view.sharded and getattr(teacher, "is_quantized", False):
         raise ModelError(
             "a teacher with quantised weights under FSDP or DeepSpeed, which would cut them; load it in bfloat16 "
             "(teacher_model_init_kwargs={'dtype': 'bfloat16'}), or train with DDP."

@@ -4,8 +4,6 @@ Differs from TRL, which prepares the images of all rows of a process at once, on
 result by rules for each model family. Used by the forwards and by sampling. Shapes: B rows, L columns.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -105,7 +103,7 @@ class RowImages:
     images_of: Callable[[int], Sequence[Any]]  # from a number to the images
     processor: PromptProcessor
 
-    def of(self, rows: Sequence[int]) -> RowImages:
+    def of(self, rows: Sequence[int]) -> "RowImages":
         return RowImages([self.numbers_B[row] for row in rows], self.images_of, self.processor)
 
     @property

@@ -156,7 +156,7 @@ class TokenRows:
         rows = zip(pairwise(self.starts_B), self.prompts_B, strict=True)
         return torch.cat([values_N[start + prompt : stop] for (start, stop), prompt in rows])
 
-    def padded(self, multiple: int = 1, left: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def padded(self, multiple: int, left: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Ids and mask (B, L) in TRL's layout, and the completion columns T, at least 1; widths in whole multiples.
 
         `left`: further columns of padding before all prompts.

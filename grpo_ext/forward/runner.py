@@ -4,8 +4,6 @@ Differs from TRL, where one method serves both: a rollout runs without gradients
 micro-batch runs in one forward, with gradients.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,7 +91,7 @@ class ForwardRunner:
         self.watches = not args.allow_split_dependent  # training forwards, for random numbers
         self._in_form: Any = None  # the model whose backward passes run in its form
 
-    def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> ForwardRunner:
+    def copy(self, accelerator: Accelerator, twins: Sequence[tuple[Any, Any]]) -> "ForwardRunner":
         """A runner for another thread; the second of each twin runs there, in the form of the first."""
         runner = copy.copy(self)
         runner.accelerator, runner._in_form = accelerator, None

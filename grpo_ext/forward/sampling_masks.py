@@ -6,8 +6,6 @@ In TRL they are over the whole vocabulary. Shapes: T tokens of a completion, S t
 tokens, R x C one tile of logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,7 +28,7 @@ class SamplingMasks(NamedTuple):
         ids_K: torch.Tensor,
         suppressed: Sequence[torch.Tensor],
         among: torch.Tensor | None = None,
-    ) -> SamplingMasks | None:
+    ) -> "SamplingMasks | None":
         """The masks of a batch, or `among` its tokens; None where all were sampled from the whole vocabulary."""
         if among is not None:
             chosen_S = torch.zeros_like(counts_S, dtype=torch.bool).index_fill(0, among, True)

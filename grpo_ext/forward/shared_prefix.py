@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from ..batching.packing import PackedGroup, PackLayout
+from ..batching.packing import PackedGroup, PackLayout, Range
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -20,7 +20,7 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 _varlen = torch.ops.aten._flash_attention_forward.default
 _varlen_backward = torch.ops.aten._flash_attention_backward.default
 
-_Tokens = tuple[int, int]  # a half-open range
+_Sequences = list[tuple[Range, list[Range]]]  # the queries and the keys of each
 
 
 class Part(NamedTuple):
@@ -46,7 +46,7 @@ def joint_parts(layout: PackLayout, window: int | None) -> list[Part]:
     A completion's keys are then the end of its prompt that the window reaches, and its own. Tensors on the CPU.
     """
 
-    def part(sequences: list[tuple[_Tokens, list[_Tokens]]], causal: bool) -> Part:
+    def part(sequences: _Sequences, causal: bool) -> Part:
         queries, keys = [[query] for query, _ in sequences], [key for _, key in sequences]
         bounds, longest, places = [], [], []
         for side in (queries, keys):
@@ -56,8 +56,8 @@ def joint_parts(layout: PackLayout, window: int | None) -> list[Part]:
             places.append(_place([tokens for ranges in side for tokens in ranges]))
         return Part(places[0], places[1], causal, (bounds[0], bounds[1], longest[0], longest[1]), window)
 
-    segments: list[tuple[_Tokens, list[_Tokens]]] = []
-    answers: list[tuple[_Tokens, list[_Tokens]]] = []
+    segments: _Sequences = []
+    answers: _Sequences = []
     for group in layout.groups:
         start, stop = group.prompt
         tail = [] if window is None else [(max(start, stop - window + 1), stop)]
@@ -68,7 +68,7 @@ def joint_parts(layout: PackLayout, window: int | None) -> list[Part]:
     return [*parts, part(answers, causal=False)] if answers and window is None else parts
 
 
-def _place(ranges: list[_Tokens]) -> slice | torch.Tensor:
+def _place(ranges: list[Range]) -> slice | torch.Tensor:
     """A slice if each range begins where the previous one ends."""
     if all(before[1] == after[0] for before, after in pairwise(ranges)):
         return slice(ranges[0][0], ranges[-1][1])

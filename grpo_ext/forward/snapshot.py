@@ -137,7 +137,5 @@ class Snapshot:
     def put_in_place(self, weights: Weights) -> None:
         # without a reference, only the policy is copied; a teacher, the last, has no weights of its own
         for tensors, part in zip(self._copied, (weights.policy, weights.reference), strict=False):
-            if missing := tensors.keys() ^ part.keys():
-                raise ModelError(f"the weights to sample with and the model differ in parameters: {sorted(missing)}")
             for name, tensor in tensors.items():
                 tensor.data = part[name].to(self.device)  # a checkpoint's weights are on the CPU

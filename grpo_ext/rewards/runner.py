@@ -81,9 +81,9 @@ class RewardRows:
 @dataclass(frozen=True)
 class RewardRunner:
     device: torch.device  # for the inputs of reward models
-    faults: Faults = field(default_factory=Faults)
-    workers: RewardWorkers | None = None  # run synchronous functions; None: those run in this process, in order
-    async_loop: asyncio.AbstractEventLoop | None = None  # None without asynchronous functions
+    faults: Faults
+    workers: RewardWorkers | None  # run synchronous functions; None: those run in this process, in order
+    async_loop: asyncio.AbstractEventLoop | None  # None without asynchronous functions
     profile: Callable[[str], AbstractContextManager[Any]] = nullcontext  # around a function's work, by its name
 
     def kill_workers(self) -> None:

@@ -7,8 +7,8 @@ micro-batch takes token rows and TRL's padded dictionary from it. Shapes: B comp
 from __future__ import annotations
 
 import functools
+import io
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -135,7 +135,7 @@ class RolloutBatch:
         attended_N = torch.cat([part.bool() for parts in masks for part in parts])
         return None if attended_N.all() else attended_N
 
-    def sizes(self, multiple: int = 1) -> StepSizes:
+    def sizes(self, multiple: int) -> StepSizes:
         """Tokens of the prompts and completions; a completion that is masked out has none.
 
         Where rows of a group have different prompts (environments), every row counts as a group of its own.
@@ -161,7 +161,7 @@ class RolloutBatch:
 
     # ---- For a forward and a loss ---------------------------------------------------------------------------------
 
-    def token_rows(self, images: RowImages | None = None) -> TokenRows:
+    def token_rows(self, images: RowImages | None) -> TokenRows:
         prompts, completions = self.prompts, self.completions
         ids = [part for parts in zip(prompts, completions, strict=True) for part in parts]
         # within a group: whether another group with the same prompt lies beside it depends on the split
@@ -309,7 +309,7 @@ def _on_cpu(value: Any) -> Any:
 def batch_state(batch: RolloutBatch) -> dict[str, Any] | None:
     """A rollout batch for a checkpoint; None, with a warning, for one with objects that no file can hold."""
     objects = {n: v for n, v in {**batch.columns, **batch.constants}.items() if not isinstance(v, (torch.Tensor, Rows))}
-    if unstorable := [n for n, value in objects.items() if not (_are_files(value) or _survives_json(value))]:
+    if unstorable := [n for n, value in objects.items() if not (_are_files(value) or _loads_again(value))]:
         logger.warning(
             f"A checkpoint cannot hold {', '.join(unstorable)} of this rollout batch (Python objects other than "
             "numbers, texts, lists and dictionaries of them), so it is left out: a run that resumes here samples "
@@ -348,8 +348,13 @@ def _are_files(column: Any) -> bool:
     return isinstance(column, list) and bool(column) and all(isinstance(value, bytes) for value in column)
 
 
-def _survives_json(value: Any) -> bool:
+def _loads_again(value: Any) -> bool:
+    """Whether a value can be read from a checkpoint, which is read with `weights_only`."""
+    file = io.BytesIO()
     try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError):
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # whatever pickle raises
         return False
+    return True

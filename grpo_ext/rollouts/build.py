@@ -46,9 +46,7 @@ from .worker import Models, RolloutWorker
 logger = get_logger(__name__)
 
 
-def build_rollouts(
-    view: TrainerView, clock: PhaseClock, limits: MicroBatchLimits, note: Callable[[int, int, ScoredBatch], None]
-) -> tuple[ForwardRunner, Rollouts]:
+def build_rollouts(view: TrainerView, note: Callable[[int, int, ScoredBatch], None]) -> Rollouts:
     images, refused = ImageSource(), dict[Form, str]()
     if view.takes_images:
         image_token = compat.image_token(view.model)
@@ -81,12 +79,13 @@ def build_rollouts(
         engine=_engine(view, settings, images, memory),
         rewards=RewardRunner(view.accelerator.device, faults, workers, view.async_loop, view.profile),
         images=images,
-        clock=clock,
+        clock=PhaseClock(),
         settings=settings,
         show_environments=view.show_environments,
     )
     check = _check(view, worker.engine)
-    return forwards, Rollouts(view, worker, check, RolloutLog(view), memory, limits, note, build_ahead)
+    limits = MicroBatchLimits(args.per_device_train_batch_size, args.micro_batch_tokens)
+    return Rollouts(view, worker, check, RolloutLog(view), memory, limits, note, build_ahead)
 
 
 def _engine(view: TrainerView, settings: EngineSettings, images: ImageSource, memory: Halving) -> Engine:

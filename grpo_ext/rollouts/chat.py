@@ -18,6 +18,8 @@ from ..forward.images import images_of
 from ..upstream.data_checks import ROW_KWARGS
 from .transcript import Messages, Transcript
 
+Tools = Sequence[Callable[..., Any]]
+
 _RENDERED = {"conversation", "tools", "chat_template", "add_generation_prompt", "tokenize", "return_dict"}
 # a message needs one of these
 _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
@@ -27,9 +29,9 @@ _CONTENTS = ("content", "tool_calls", "reasoning_content", "thinking")
 class Chat:
     processing_class: Any  # the tokenizer, or the processor of a model that takes images
     tokenizer: Any  # TRL's `_tokenizer`, which decodes completions
-    tools: Sequence[Callable[..., Any]] = ()  # standalone ones and those of every environment; empty: none is called
+    tools: Tools = ()  # standalone ones and those of every environment; empty: none is called
     # the tools shown in prompts of an environment, by its name; None without environments
-    environment_tools: Mapping[str | None, Sequence[Callable[..., Any]]] | None = None
+    environment_tools: Mapping[str | None, Tools] | None = None
     chat_template: str | None = None  # None: the tokenizer's
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     embedded: int | None = None  # rows of the model's embedding; None: unknown
@@ -72,7 +74,7 @@ class Chat:
             raise DataError(f"{ROW_KWARGS}={reprlib.repr(kwargs)} in a row of the data: {problem}; leave it out.")
         return replace(self, chat_template_kwargs={**self.chat_template_kwargs, **named}) if named else self
 
-    def tools_of(self, environment_name: str | None) -> Sequence[Callable[..., Any]]:
+    def tools_of(self, environment_name: str | None) -> Tools:
         return self.tools if self.environment_tools is None else self.environment_tools[environment_name]
 
     # ---- Prompts to ids -------------------------------------------------------------------------------------------
@@ -114,7 +116,7 @@ class Chat:
                 " own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
             )
 
-    def _render(self, messages: Messages, tools: Sequence[Callable[..., Any]] = (), prompt: bool = True) -> list[int]:
+    def _render(self, messages: Messages, tools: Tools = (), prompt: bool = True) -> list[int]:
         """Token ids of a conversation; with `prompt` the beginning of the model's next message is added."""
         try:
             rendered = self.processing_class.apply_chat_template(

@@ -21,10 +21,6 @@ from .transcript import Transcript
 class ImageSource:
     prepare: PromptProcessor | None = None  # makes the model's arguments from images; None: the model takes none
 
-    def prepare_by(self, processor: Any, template: dict[str, Any]) -> None:
-        if self.prepare is not None:
-            self.prepare.processor, self.prepare.template = processor, template
-
     def of_transcripts(self, transcripts: Sequence[Context]) -> RowImages | None:
         if self.prepare is None:
             return None

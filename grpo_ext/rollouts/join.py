@@ -37,7 +37,7 @@ from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_nested, gather_on_main, raise_on_all
 from .batch import RolloutBatch, Values, column_state, concatenated, saved_column
 from .images import ImageSource
-from .local import LocalRollout, RolloutSettings
+from .local import LocalRollout
 from .transcript import Transcript
 
 
@@ -96,18 +96,18 @@ def exchange(local: LocalRollout, images: ImageSource, shows_images: bool) -> tu
 
 
 def join(
-    request: RolloutRequest,
+    local: LocalRollout,
     shares: Sequence[Share],
     texts: Sequence[Texts],
-    settings: RolloutSettings,
     rank: int,
-    rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None = None,
+    rewards_by_user: tuple[torch.Tensor, list[RewardCall]] | None,
 ) -> Round:
-    """Join the shares of all processes, and on the main one their texts.
+    """Join the shares of all processes, `local` among them, and on the main one their texts.
 
     `rewards_by_user` are what the user's `_calculate_rewards` returned for all completions, and the calls of reward
     functions in it; None without one.
     """
+    settings = local.settings
     starts = list(itertools.accumulate((len(share.entries) for share in shares), initial=0))
     pairs = zip(shares, starts[:-1], strict=True)
     calls = [replace(c, first=c.first + start - share.first) for share, start in pairs for c in share.reward_calls]
@@ -120,10 +120,9 @@ def join(
         raise RolloutError(f"there are {len(entries)} completions in groups of {group}; every group has to be whole.")
     columns = [{n: saved_column(state) for n, state in share.columns.items()} for share in shares if share.columns]
     batch = RolloutBatch.of_columns(with_ratios(concatenated(columns), settings.ratios), group)
-    rule, weights_F = settings.rule, settings.weights_F
-    advantages = rule.advantages(rewards_BF, weights_F, group, batch.loss_masks)
+    advantages = settings.rule.advantages(rewards_BF, batch.loss_masks)
     return Round(
-        request=request,
+        request=local.request,
         batch=batch.having(ADVANTAGES, advantages),
         rewards_BF=rewards_BF,
         advantages_B=advantages,

@@ -53,7 +53,6 @@ class RolloutSettings:
 
     # Rewards
     functions: RewardFunctions
-    weights_F: torch.Tensor  # on the CPU
     rule: AdvantageRule
     log_extra: Callable[..., None] | None  # the user's own `_log_completion_extra`
     # TRL's records of what was logged outside a call of a reward function: by metric, by column of the table

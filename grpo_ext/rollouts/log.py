@@ -36,7 +36,7 @@ class RolloutLog:
             entries = [entry for part in rounds for entry in part.entries]
             state.num_input_tokens_seen += sum(entry.prompt_tokens + entry.tokens for entry in entries)
         metrics["num_tokens"] = [state.num_input_tokens_seen]
-        for name, value in rollout_metrics(rounds, settings):
+        for name, value in [*rollout_metrics(rounds, settings), *further.items()]:
             metrics[name].append(value)
             if name == "sampling/kept_mass" and settings.training and not settings.replay.masks and not self._warned:
                 self._warned = True
@@ -46,14 +46,12 @@ class RolloutLog:
                     "log-probabilities over the whole vocabulary, as TRL does; sampling_mask='replay' takes them over "
                     "what was kept."
                 )
-        for name, value in further.items():
-            metrics[name].append(value)
         for part in rounds:
             _add_to_table(part, settings.functions.names, self.view.logs)
 
 
 def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[tuple[str, float]]:
-    ratios, weights_F = settings.ratios, settings.weights_F
+    ratios = settings.ratios
     entries = [entry for part in rounds for entry in part.entries]
     rewards_BF = torch.cat([part.rewards_BF for part in rounds])
     lengths_B = torch.tensor([entry.tokens for entry in entries])
@@ -66,10 +64,9 @@ def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[
     for name, rewards_B in zip(settings.functions.names, rewards_BF.unbind(1), strict=True):  # names may be alike
         values.append((f"rewards/{name}/mean", torch.nanmean(rewards_B).item()))
         values.append((f"rewards/{name}/std", nan_std(rewards_B).item()))
-    total = weighted_sum(rewards_BF, weights_F)
+    total = weighted_sum(rewards_BF, settings.rule.weights_F)
     values += [("reward", torch.nanmean(total).item()), ("reward_std", nan_std(total).item())]
-    fraction = settings.rule.zero_std_fraction(rewards_BF, weights_F, settings.num_generations)
-    values.append(("frac_reward_zero_std", fraction))
+    values.append(("frac_reward_zero_std", settings.rule.zero_std_fraction(rewards_BF)))
     logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
     mass = math.fsum(entry.kept_mass for entry in entries)

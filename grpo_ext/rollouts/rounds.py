@@ -45,13 +45,13 @@ def fill_groups(
     make_round: Callable[[StepRows], Round],
 ) -> ScoredBatch:
     """Sample rows, then further prompts for the places of groups without variance; a collective."""
-    rule, weights_F, group = settings.rule, settings.weights_F, rows.request.num_generations
+    rule, group = settings.rule, settings.num_generations
     rounds: list[Round] = []
     has_variance: list[list[bool]] = []  # of each group, by round
     next_rows: StepRows | None = rows
     while next_rows is not None and len(rounds) <= max_rounds:
         rounds.append(make_round(next_rows))
-        constant = rule.constant_groups(rounds[-1].rewards_BF, weights_F, group)
+        constant = rule.constant_groups(rounds[-1].rewards_BF)
         has_variance.append([not value for value in constant.tolist()])
         places, open_places = fill_places(has_variance)
         next_rows = None
@@ -69,7 +69,7 @@ def fill_groups(
     batch = RolloutBatch.joined([part.batch for part in rounds], group).select(chosen)
     batch = replace(batch, groups=rounds[0].batch.groups)
     if len(rounds) > 1 and rule.depends_on_the_batch:
-        batch = batch.having(ADVANTAGES, rule.advantages(rewards_BF, weights_F, group, batch.loss_masks))
+        batch = batch.having(ADVANTAGES, rule.advantages(rewards_BF, batch.loss_masks))
     return ScoredBatch(batch, rewards_BF, settings, rounds, chosen, metrics)
 
 

@@ -65,7 +65,6 @@ def read_settings(
         max_tokens=max_tokens,
         ratios=ratios,
         functions=reward_functions(view),
-        weights_F=torch.as_tensor(view.reward_weights).float().cpu().clone(),
         rule=advantage_rule(view),
         log_extra=view.override_of("_log_completion_extra"),
         pending_metrics=view.pending_metrics,
@@ -82,7 +81,9 @@ def reward_functions(view: TrainerView) -> RewardFunctions:
 def advantage_rule(view: TrainerView) -> AdvantageRule:
     args, scale, aggregation = view.args, view.scale_rewards, view.multi_objective_aggregation
     check_advantage_k(args.advantage_estimator, args.advantage_k, view.num_generations)  # a callback may have set them
-    return AdvantageRule(args.advantage_estimator, scale, aggregation, args.advantage_k, args.eval_pass_threshold)
+    weights_F = torch.as_tensor(view.reward_weights).float().cpu().clone()
+    settings = (args.advantage_estimator, scale, aggregation, args.advantage_k, args.eval_pass_threshold)
+    return AdvantageRule(weights_F, view.group_size, *settings)
 
 
 # ---- Prompts --------------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ arguments, here and in `rollouts.worker`; without one a rollout is not put into 
 Called by the trainer, and by users through TRL's methods.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -77,7 +75,7 @@ class Rollouts:
     limits: MicroBatchLimits  # of training, which also bound the forwards of a rollout
     # called for each rollout batch: the first step that trains on it, and the step whose weights sampled it
     note: Callable[[int, int, ScoredBatch], None]
-    build_ahead: Callable[[Rollouts], RolloutsAhead]
+    build_ahead: "Callable[[Rollouts], RolloutsAhead]"
     current: CurrentBatch | None = None
     # what a user's `_generate_and_score_completions` is called for while it runs, and what TRL's method has made for
     # it; then what a `_calculate_rewards` is called for
@@ -132,12 +130,12 @@ class Rollouts:
     @property
     def sampler(self) -> Sampler:
         """What samples now."""
-        return sampler_of(self.view, self.worker.engine, self.worker.settings.sharded)
+        return sampler_of(self.view, self.worker.engine)
 
     def settings_now(self) -> RolloutSettings:
         """The settings of a rollout batch that begins now; a ConfigError for a change that cannot be followed."""
-        if not self._has_made_one and self.ahead is None:
-            self.images.prepare_by(self.view.processing_class, template_of(self.view))
+        if (prepare := self.images.prepare) is not None and not self._has_made_one and self.ahead is None:
+            prepare.processor, prepare.template = self.view.processing_class, template_of(self.view)
         self.refuse_changes()
         unchecked = self.check is not None and not self.check.done
         return read_settings(self.view, self.worker, self.sampler, unchecked, self.limits.tokens)
@@ -222,7 +220,7 @@ class Rollouts:
             local = self.ahead.part_of(job, rows)
             self.worker.show_environments(local.transcripts)
         else:
-            if self.worker.settings.sharded:
+            if self.view.sharded:
                 self.images.refuse_mixed(rows)
             self.send_weights()
             local = self.sample(rows, settings)
@@ -230,14 +228,14 @@ class Rollouts:
 
     # ---- A round --------------------------------------------------------------------------------------------------
 
-    def sample(self, rows: StepRows, settings: RolloutSettings, repeat: int = 0) -> LocalRollout:
+    def sample(self, rows: StepRows, settings: RolloutSettings) -> LocalRollout:
         """This process's part, sampled by the current weights; with several processes an error is its `failure`."""
         try:
             with self._for_users(rows.request):
-                return self.worker.sample(rows, settings, repeat)
+                return self.worker.sample(rows, settings)
         except Exception as error:
             # other processes may wait for this one in a collective of a forward or of vLLM
-            reason = why_equal(self.view.args, self.worker.settings.sharded, settings.sampler.whole)
+            reason = why_equal(self.view.args, self.view.sharded, settings.sampler.whole)
             # rewards come after the log-probabilities, which members of a group compute together
             in_groups = self.worker.forwards.group is not None and settings.scored_by
             waited_for = in_groups and not isinstance(error, RewardError)
@@ -250,7 +248,7 @@ class Rollouts:
         shares, texts = exchange(local, self.images, view.takes_images and view.log_multimodal)
         count = sum(len(share.entries) for share in shares)
         rewards = None if calculate is None else self._rewards_by_user(local, calculate, count)
-        joined = join(local.request, shares, texts, local.settings, view.accelerator.process_index, rewards)
+        joined = join(local, shares, texts, view.accelerator.process_index, rewards)
         if self.check is not None and not local.settings.by_user:
             columns: Mapping[str, Any] = joined.batch.columns
             known = (columns[name].values if name in columns else None for name in (OLD_LOGPS, SAMPLING_LOGPS))
@@ -283,7 +281,7 @@ class Rollouts:
         if isinstance(self.steps, StepDataset):
             last = min(len(self.steps.layout), self.view.state.max_steps) - 1
             some = some or self.steps.request(last).stands_in
-        refused = any_process(some) and not self.worker.settings.sharded
+        refused = any_process(some) and not self.view.sharded
         return uneven_collectives(
             self.view.accelerator, lambda: request.stands_in, others_refused=_STAND_INS if refused else None
         )

@@ -5,8 +5,6 @@ sampled tokens and by tools, read by `join`. Shapes: N tokens of prompt and comp
 (forward.routing).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,7 +62,7 @@ class Transcript(Context):
         self.columns = answered(self.columns, len(ids))
         self.ids, self.mask = [*self.ids, *ids], [*self.mask, *[0] * len(ids)]
 
-    def prompt_alone(self) -> Transcript:
+    def prompt_alone(self) -> "Transcript":
         """A copy without tokens of the completion, and so without images of tools."""
         return replace(self, ids=[], columns=self.first(0), images=self.images[: self.prompt_images])
 

@@ -20,10 +20,8 @@ from ..forward.columns import ADVANTAGES, COMPLETION_MASK, KEPT_COUNTS, KEPT_IDS
 from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
 from ..sampling.by_user import TurnRows
-from ..sampling.engine import EngineSettings
 from ..sampling.turn import Turn
 from .batch import RolloutBatch, Values
-from .images import ImageSource
 from .join import Round, token_columns, with_ratios
 from .local import LocalRollout
 from .source import Rollouts
@@ -44,12 +42,12 @@ class TrlMethods:
         rows, columns = list(inputs), _columns_of(inputs)
         request, rounds = scoring or (self._own_request(len(rows), settings.num_generations), [])
         rollouts.send_weights()
-        step_rows = StepRows(rows, replace(request, columns=columns))
-        local = rollouts.sample(step_rows, settings, repeat=len(rounds))
+        step_rows = StepRows(rows, replace(request, columns=columns, repeat=len(rounds)))
+        local = rollouts.sample(step_rows, settings)
         rounds.append(rollouts.join(local))
         if scoring is None or not (self.view.args.dynamic_sampling and settings.training):
             rollouts.log.add(rounds[-1:], settings, {})
-        return _dictionary(local, rounds[-1], self.worker.images, self.worker.settings)
+        return self._dictionary(local, rounds[-1])
 
     def rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> torch.Tensor:
         """`_calculate_rewards` of this process's rows: (B, F) of all processes, in global order."""
@@ -63,9 +61,9 @@ class TrlMethods:
             rewarding.reward_calls = [call for _, part in shares for call in part]
         else:
             for name, numbers in metrics_of(calls).items():
-                local.settings.pending_metrics.setdefault(name, []).extend(numbers)
+                local.settings.pending_metrics[name].extend(numbers)
             for name, values in columns_of(calls, len(given[0])).items():
-                local.settings.pending_columns.setdefault(name, []).extend(values)
+                local.settings.pending_columns[name].extend(values)
         return torch.cat([rewards for rewards, _ in shares]).to(self.view.accelerator.device)
 
     def generate(self, prompts: Sequence[Any]) -> dict[str, Any]:
@@ -80,7 +78,8 @@ class TrlMethods:
             local = self._own_rollout(len(prompts))
             self.rollouts.send_weights()
         settings, transcripts = local.settings, list[Transcript]()
-        keys = request_keys(local.request, len(prompts), settings.seed, settings.training, next(local.generate_calls))
+        request = replace(local.request, repeat=next(local.generate_calls))
+        keys = request_keys(request, len(prompts), settings.seed, settings.training)
         for place, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
             transcripts.append(Transcript(key, place, row={"prompt": prompt}))
             transcripts[-1].set_prompt(prompt)
@@ -120,6 +119,26 @@ class TrlMethods:
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
 
+    def _dictionary(self, local: LocalRollout, joined: Round) -> dict[str, Any]:
+        """TRL's padded dictionary of this process's rows; its stand-ins have advantages of zero."""
+        transcripts, settings = local.transcripts, self.worker.settings
+        advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
+        columns: dict[str, Values] = {ADVANTAGES: advantages if len(advantages) else torch.zeros(len(transcripts))}
+        columns.update(token_columns(local, transcripts, with_masked=True))
+        whole = with_ratios(columns, local.settings.ratios)
+        batch = RolloutBatch.of_columns(whole, local.request.num_generations)
+        dictionary = batch.as_trl(settings.pad, settings.multiple)
+        masked = torch.tensor(local.settings.masked(transcripts))
+        for name, value in {COMPLETION_MASK: 0, TOOL_MASK: 0, RATIO: 1}.items():  # as in TRL, on the padding too
+            if name in dictionary:
+                dictionary[name][masked] = value
+        dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()
+        dictionary = send_to_device(dictionary, settings.device)
+        if (images := self.worker.images.of_transcripts(transcripts)) is not None:
+            ids = torch.cat([dictionary["prompt_ids"], dictionary["completion_ids"]], dim=1)
+            dictionary |= images.as_trl(ids)
+        return dictionary
+
     def _own_rollout(self, rows: int) -> LocalRollout:
         settings = self.rollouts.settings_now()
         return LocalRollout(self._own_request(rows, settings.num_generations), settings)
@@ -149,24 +168,3 @@ def _kept_ids(turn: Turn) -> list[list[int]]:
             "kept_ids has no place for, or the model samples in a way of its own; leave them out, or sampling_mask."
         )
     return [ids.tolist() for ids in turn.columns[KEPT_IDS].split(counts_T.tolist())]
-
-
-def _dictionary(local: LocalRollout, joined: Round, source: ImageSource, settings: EngineSettings) -> dict[str, Any]:
-    """TRL's padded dictionary of this process's rows; its stand-ins have advantages of zero."""
-    transcripts = local.transcripts
-    advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]
-    columns: dict[str, Values] = {ADVANTAGES: advantages if len(advantages) else torch.zeros(len(transcripts))}
-    columns.update(token_columns(local, transcripts, with_masked=True))
-    whole = with_ratios(columns, local.settings.ratios)
-    batch = RolloutBatch.of_columns(whole, local.request.num_generations)
-    dictionary = batch.as_trl(settings.pad, settings.multiple)
-    masked = torch.tensor(local.settings.masked(transcripts))
-    for name, value in {COMPLETION_MASK: 0, TOOL_MASK: 0, RATIO: 1}.items():  # as in TRL, on the padding too
-        if name in dictionary:
-            dictionary[name][masked] = value
-    dictionary["num_items_in_batch"] = joined.batch.loss_masks.values.sum()
-    dictionary = send_to_device(dictionary, settings.device)
-    if (images := source.of_transcripts(transcripts)) is not None:
-        ids = torch.cat([dictionary["prompt_ids"], dictionary["completion_ids"]], dim=1)
-        dictionary |= images.as_trl(ids)
-    return dictionary

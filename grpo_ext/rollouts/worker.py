@@ -37,6 +37,9 @@ from .local import LocalRollout, RolloutSettings
 from .tools import continue_with
 from .transcript import Transcript, share_prompt_experts
 
+# rows, prompts, completions, token ids: the arguments of reward functions
+RewardColumns = tuple[list[Any], list[Any], list[Any], list[Any]]
+
 
 class Models(NamedTuple):
     policy: Any
@@ -67,15 +70,12 @@ class RolloutWorker:
         """Whether forwards with and without images are different collectives."""
         return self.settings.sharded and self.images.prepare is not None
 
-    def sample(self, rows: StepRows, settings: RolloutSettings, repeat: int = 0) -> LocalRollout:
-        """Sample this process's part of a rollout batch, with log-probabilities and rewards.
-
-        `repeat` is how often a user's override has called TRL's method before; each call draws other random numbers.
-        """
+    def sample(self, rows: StepRows, settings: RolloutSettings) -> LocalRollout:
+        """Sample this process's part of a rollout batch, with log-probabilities and rewards."""
         local = LocalRollout(rows.request, settings)
         by_user = settings.by_user or settings.own_rewards is not None  # whose code may hold collectives
         if not rows.request.stands_in or by_user or self.shards_vision:
-            local.transcripts = self.begin(rows, settings, repeat)
+            local.transcripts = self.begin(rows, settings)
         self.run_turns(local)
         if empty := [transcript.prompt for transcript in local.transcripts if not transcript.ids]:
             raise RolloutError(
@@ -89,9 +89,9 @@ class RolloutWorker:
 
     # ---- Prompts --------------------------------------------------------------------------------------------------
 
-    def begin(self, rows: StepRows, settings: RolloutSettings, repeat: int) -> list[Transcript]:
+    def begin(self, rows: StepRows, settings: RolloutSettings) -> list[Transcript]:
         """Make transcripts of rows: reset their environments, and put images into their messages."""
-        keys = request_keys(rows.request, len(rows), settings.seed, settings.training, repeat)
+        keys = request_keys(rows.request, len(rows), settings.seed, settings.training)
         columns = enumerate(itertools.zip_longest(rows.rows, keys, rows.numbers))
         transcripts = [Transcript(key, place, number, row=row) for place, (row, key, number) in columns]
         settings.toolbox.environments.begin(transcripts, settings.limits.seconds)
@@ -208,7 +208,7 @@ class RolloutWorker:
                 self.rewards.join_remaining_forwards(local.settings.functions, filler)
 
     def compute_rewards(
-        self, local: LocalRollout, given: tuple[list[Any], list[Any], list[Any], list[Any]], names: Sequence[str]
+        self, local: LocalRollout, given: RewardColumns, names: Sequence[str]
     ) -> tuple[torch.Tensor, list[RewardCall]]:
         """Rewards (B, F) of what `reward_columns` returns, which a user's `_calculate_rewards` may have changed.
 
@@ -229,7 +229,7 @@ class RolloutWorker:
             return self.rewards.compute(settings.functions, rows)
 
 
-def reward_columns(transcripts: Sequence[Transcript]) -> tuple[list[Any], list[Any], list[Any], list[list[int]]]:
+def reward_columns(transcripts: Sequence[Transcript]) -> RewardColumns:
     """The arguments of reward functions: rows, prompts, completions, token ids."""
     names = ("row", "prompt", "completion", "ids")
     rows, prompts, completions, ids = ([getattr(t, name) for t in transcripts] for name in names)

@@ -19,8 +19,8 @@ from ..settings import decides, named
 from .record import STEPS, Record, differences, read_record, tables_of
 from .trail_comparison import SAME, Comparison, Difference, both, compare_trails
 
-_ROWS, _COLUMNS = "data.rows_sha256", "data.by_column"
-_PLAIN = {_ROWS: "data (the hash of its rows)", "rewards": "rewards (the functions)"}
+_EARLIER = "data.rows_sha256"  # of earlier versions, which hashed whole rows too
+_PLAIN = {"rewards": "rewards (the functions)"}
 Changes = list[tuple[str, Any, Any]]  # name, both values
 # the stages of the trail whose settings the table has under another name
 _DECIDED = {"values": "loss", "optimizer": "schedule", "weights": "optimizer"}
@@ -159,11 +159,8 @@ def _rewards(*runs: RunOnDisk) -> Iterator[str]:
 def changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
     """What differs; not parts that one of the runs was too early to note."""
     names = [name for name in {**a, **b} if (name in a and name in b) or name not in named("part")]
-    found = [pair for pair in differences({name: (a.get(name), b.get(name)) for name in names}) if pair[1] != pair[2]]
-    left_out = {_COLUMNS}  # of which an earlier version noted none
-    if any(name.startswith(f"{_COLUMNS}.") for name, *_ in found):
-        left_out.add(_ROWS)  # the columns say more
-    return [(_PLAIN.get(name, name), old, new) for name, old, new in found if name not in left_out]
+    found = differences({name: (a.get(name), b.get(name)) for name in names})
+    return [(_PLAIN.get(name, name), old, new) for name, old, new in found if old != new and name != _EARLIER]
 
 
 def listed(changes: Changes) -> str:

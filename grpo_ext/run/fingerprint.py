@@ -30,7 +30,6 @@ from ..batching.sizes import LAYOUT_SIZES, BatchGeometry
 from ..config import GRPOConfig
 from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
 from ..forward.architecture import base_model_of
-from ..runtime.collectives import shards_parameters
 from ..settings import NOTED, STATE, compared_by_value, resumes
 from ..view import TrainerView
 from .checkpoint import explaining_format
@@ -58,7 +57,7 @@ def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]
     fixed = {name: accelerator.unwrap_model(model) for name, model in others.items() if model is not None}
     return {
         "data": data_fingerprint(view.train_dataset),
-        "model": model_fingerprint(view.policy, fixed, whole=not shards_parameters(accelerator)),
+        "model": model_fingerprint(view.policy, fixed, whole=not view.sharded),
         "tokenizer": tokenizer_fingerprint(view.tokenizer),
         "template": view.chat_template,
         "generation_config": None if view.use_vllm else generation_fingerprint(view),
@@ -90,7 +89,7 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
 
 
 def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
-    """Length, columns, and hashes of evenly spread rows, whole and by column; None for a stream.
+    """Length, columns, and a hash of each column of evenly spread rows; None for a stream.
 
     Image files count by name.
     """
@@ -99,19 +98,13 @@ def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
     rows, columns = len(dataset), sorted(getattr(dataset, "column_names", None) or [])
     large = re.search("Image|Audio|Video|binary", str(getattr(dataset, "features", "")))
     most = _LARGE_ROWS_READ if large else _ROWS_READ
-    step, whole, by_column = max(rows / most, 1.0), hashlib.sha256(), dict[str, Any]()
+    step, by_column = max(rows / most, 1.0), dict[str, Any]()
     for row in _rows(dataset, [int(number * step) for number in range(min(rows, most))]):
-        texts = {name: _json(row[name]) for name in sorted(row)} if isinstance(row, dict) else {}
-        for name, text in texts.items():
+        for name, value in sorted(row.items()):
+            text = json.dumps(value, sort_keys=True, default=_as_text)
             by_column.setdefault(name, hashlib.sha256()).update(text.encode())
-        named = ", ".join(f"{json.dumps(name)}: {text}" for name, text in texts.items())
-        whole.update((f"{{{named}}}" if isinstance(row, dict) else _json(row)).encode())
     hashes = {name: column.hexdigest()[:16] for name, column in by_column.items()}
-    return {"rows": rows, "columns": columns, "rows_sha256": whole.hexdigest(), "by_column": hashes}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=_as_text)
+    return {"rows": rows, "columns": columns, "by_column": hashes}
 
 
 def _rows(dataset: Any, numbers: Sequence[int]) -> Iterator[Any]:

@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -36,7 +35,7 @@ class TrainingInterrupted(SystemExit):
 def interruption(view: TrainerView) -> TrainingInterrupted:
     """The end of a run that an interrupt stopped, with the checkpoint of its last step if there is one."""
     step = view.state.global_step
-    path = Path(str(view.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+    path = view.output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
     if not from_main_process(view.accelerator, path.is_dir):
         logger.info(f"Interrupted after step {step}; no checkpoint was written.")
         return TrainingInterrupted(None)

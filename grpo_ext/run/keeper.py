@@ -25,15 +25,14 @@ from ..batching.plan_text import describe_plan
 from ..batching.sizes import BatchGeometry
 from ..errors import CheckpointError, MemoryShortageError
 from ..forward.architecture import count
-from ..forward.runner import ForwardRunner
 from ..precision.loss_scaler import LossScaler
 from ..precision.non_finite import bad_weights, refuse_bad_weights
 from ..rollouts.ahead import describe_lag
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set
-from ..runtime.collectives import from_main_process, raise_on_all, shards_parameters
+from ..runtime.collectives import from_main_process, raise_on_all
 from ..runtime.determinism import environment
-from ..runtime.out_of_memory import MicroBatchLimits, device_kind
+from ..runtime.out_of_memory import device_kind
 from ..settings import most_kept, named
 from ..step.evaluation import PassAtK
 from ..upstream.loading import refuse_other_engine
@@ -60,13 +59,11 @@ class RunKeeper(TrainerCallback):
         view: TrainerView,
         user_args: trl.GRPOConfig | None,
         rollouts: Rollouts,
-        forwards: ForwardRunner,
-        limits: MicroBatchLimits,
         pass_at_k: PassAtK,
         log: RunLog,
     ) -> None:
-        self.view, self.user_args, self.rollouts, self.forwards = view, user_args, rollouts, forwards
-        self.accelerator, self.args, self.limits = view.accelerator, view.args, limits
+        self.view, self.user_args, self.rollouts, self.forwards = view, user_args, rollouts, rollouts.worker.forwards
+        self.accelerator, self.args, self.limits = view.accelerator, view.args, rollouts.limits
         self.geometry: BatchGeometry = view.args.geometry
         self._losses: list[float] = []
         self.watch, self.optimizer = InterruptWatch(), RunOptimizer(view)
@@ -82,8 +79,8 @@ class RunKeeper(TrainerCallback):
             "interrupts": self.watch,
         }
         self._sizes: dict[str, Stateful] = {  # batch sizes that are known to fit into memory
-            "micro_batches": limits,
-            "scoring": forwards.memory,
+            "micro_batches": self.limits,
+            "scoring": self.forwards.memory,
             "generation": rollouts.memory,
         }
         self._states: dict[str, Any] = {}  # of components, read from a checkpoint, until the loop has begun
@@ -225,7 +222,7 @@ class RunKeeper(TrainerCallback):
                 f"{checkpoint} was written by {listing['processes']} processes, and DeepSpeed needs as many to read "
                 f"it; this run has {processes}. Start {listing['processes']}, or export the model and begin a new run."
             )
-        if self.args.sync_ref_model and shards_parameters(self.accelerator):
+        if self.args.sync_ref_model and self.view.sharded:
             raise CheckpointError(
                 f"{checkpoint} lacks the reference that sync_ref_model=True has moved: it is not saved under FSDP and "
                 f"DeepSpeed. Begin a new run with the weights (grpo-ext export {checkpoint} NEW_FOLDER)."
@@ -345,9 +342,9 @@ class RunKeeper(TrainerCallback):
             "trail": self.args.trail,
             **self.fingerprint,
         }
-        self._log.begin(str(self.args.output_dir), checkpoint, self.resumed.global_step, about)
+        self._log.begin(self.view.output_dir, checkpoint, self.resumed.global_step, about)
         if checkpoint is not None:
-            folders.take_along(Path(checkpoint), Path(str(self.args.output_dir)), self.resumed)
+            folders.take_along(Path(checkpoint), self.view.output_dir, self.resumed)
 
     # ---- Writing a checkpoint -------------------------------------------------------------------------------------
 

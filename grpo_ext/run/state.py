@@ -32,7 +32,7 @@ from .fingerprint import FINGERPRINT
 
 logger = get_logger(__name__)
 
-STATE, _EARLIER = "grpo_ext_state.pt", "grpo_ext_state.json"
+STATE = "grpo_ext_state.pt"
 # what torch.save writes, and a resume reads with `weights_only`
 _PICKLES = (STATE, "scheduler.pt", "optimizer.pt", "optimizer.bin", "scaler.pt", "rng_state*.pth")
 
@@ -45,8 +45,6 @@ def save_state(folder: str | Path, state: Mapping[str, Any]) -> None:
 def load_state(folder: str | Path) -> dict[str, Any] | None:
     """The states in a checkpoint by name, or a CheckpointError; None if another trainer wrote it."""
     path = Path(folder) / STATE
-    if any(Path(folder).glob(_EARLIER)):
-        raise CheckpointError(f"another version of grpo_ext wrote {folder} ({_EARLIER}); resume it with that version.")
     if not path.is_file():
         return None
     try:
@@ -104,7 +102,7 @@ def writing_checkpoint(
     def explain(reason: str) -> str:
         if saves:
             shutil.rmtree(folder, ignore_errors=True)
-        free = shutil.disk_usage(str(view.args.output_dir)).free / 2**20
+        free = shutil.disk_usage(view.output_dir).free / 2**20
         return (
             f"{final.name} could not be written to {run}, with {free:.0f} MiB free ({reason}). The older "
             "checkpoints are untouched. If space is short, use save_total_limit, save_only_model or another output_dir."

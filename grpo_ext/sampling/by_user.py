@@ -106,7 +106,7 @@ class UserRollouts(Engine):
         return turns
 
 
-def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool = False) -> dict[str, Any]:
+def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool) -> dict[str, Any]:
     """What a `rollout_func` returned, in plain numbers; a RolloutError for anything but a rollout.
 
     It was called with so many prompts, one for each completion. `needs_logprobs` says why log-probabilities are needed;

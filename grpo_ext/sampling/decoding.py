@@ -247,7 +247,7 @@ def compact_decode(
     *,
     rows_B: torch.Tensor,  # for every row the number of its prompt
     choice: Any,
-    of_prompts: Sequence[str] = (),  # arguments that only the forward of the prompts takes (images)
+    of_prompts: Sequence[str],  # arguments that only the forward of the prompts takes (images)
     **model_kwargs: Any,
 ) -> EndedRows:
     """Decode by key, for `generate(custom_generate=...)`; `input_ids` (P, width) have each prompt once."""

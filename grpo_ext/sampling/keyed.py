@@ -15,7 +15,7 @@ import transformers
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from ..algorithms.keyed_random import choose, uniform
-from ..config import NO_REPLAY, Replay
+from ..config import Replay
 from ..forward.architecture import base_model_of
 from ..forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, KEPT_MASS, SAMPLER_LOGPS, first_tokens
 from ..forward.routing import BY_ROUTER, Routing
@@ -250,9 +250,7 @@ def filter_values(model: Any, config: GenerationConfig) -> dict[str, Any]:
     return values
 
 
-def sampling_filters(
-    model: Any, config: GenerationConfig, replay: Replay = NO_REPLAY
-) -> tuple[LogitsProcessorList, Recorder]:
+def sampling_filters(model: Any, config: GenerationConfig, replay: Replay) -> tuple[LogitsProcessorList, Recorder]:
     """transformers' filters in the order of `generate(do_sample=True)`, and the recorder of what they leave."""
     values = filter_values(model, config)
     leaving_out = truncating(values)

@@ -22,7 +22,7 @@ from .engine import Engine
 from .equal_shares import why_equal
 from .keyed import filter_values, not_replayed, own_generate, setting_of, suppressed_tokens
 from .turn import Context, Turn
-from .vllm import vllm_filters
+from .vllm import other_scores, vllm_filters
 
 _COVERS = "{} may sample in its own way; only the update is covered"
 _OTHER_STATES = (
@@ -73,15 +73,15 @@ class Sampler:
         return self.engine.generate(rows, self.config, sizes)
 
 
-def sampler_of(view: TrainerView, engine: Any, sharded: bool) -> Sampler:
-    """What samples now; `engine` is this package's, and with `sharded` a forward is a collective."""
+def sampler_of(view: TrainerView, engine: Any) -> Sampler:
+    """What samples now; `engine` is this package's."""
     # not `use_vllm`, which a user may have changed: that is refused by name
     sampler = _of_transformers(view, engine) if view.vllm_generation is None else _of_vllm(view, engine)
     hook, name = view.override_of("_generate_single_turn"), view.overridden("_generate_single_turn")
     if hook is not None:
         sampler = replace(
             sampler,
-            engine=UserTurns(hook, view.accelerator, sharded),
+            engine=UserTurns(hook, view.accelerator, view.sharded),
             inner=sampler,
             by_user=name,
             other=name,
@@ -90,7 +90,7 @@ def sampler_of(view: TrainerView, engine: Any, sharded: bool) -> Sampler:
         )
     if view.rollout_func is None:
         return sampler
-    unequal = why_equal(view.args, sharded, rollout_func=True)
+    unequal = why_equal(view.args, view.sharded, rollout_func=True)
     needs_logps = _LOGPS if view.corrects_sampling else None
     return replace(
         sampler,
@@ -141,8 +141,7 @@ def _of_transformers(view: TrainerView, engine: Engine) -> Sampler:
 
 
 def _of_vllm(view: TrainerView, engine: Any) -> Sampler:
-    args, settings = view.args, {"repetition_penalty": view.args.repetition_penalty, **view.generation_settings}
-    neutral = {"repetition_penalty": 1.0, "temperature": args.temperature}
+    args = view.args
     uncovered = None if args.bitwise_invariant else _ROUNDED
     further = view.generation_settings.get("stop_token_ids") or []
     return Sampler(
@@ -152,7 +151,7 @@ def _of_vllm(view: TrainerView, engine: Any) -> Sampler:
         other=None,
         uncovered=uncovered if args.vllm_seeds else _UNSEEDED,
         returns=frozenset({"masks", "logps", *(["experts"] if engine.routers else [])}),
-        changed=[f"{n}={settings[n]!r}" for n, value in neutral.items() if settings.get(n, value) != value],
+        changed=other_scores(args),
         several=("n", view.generation_settings.get("n")),
         pads=False,
         steps=False,

@@ -4,8 +4,6 @@ Differs from TRL, which passes lists of ids, and one list more for each quantity
 completion.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,7 +62,7 @@ class Turn:
         logps: Sequence[float | None] | None,  # None: unknown
         kept_ids: Sequence[Sequence[int]] | None = None,  # those that each token was sampled from
         ended: bool | None = None,
-    ) -> Turn:
+    ) -> "Turn":
         """A turn from the lists of a user's function or of vLLM."""
         columns: dict[str, torch.Tensor] = {}
         values = [None] * len(ids) if logps is None else logps
@@ -83,7 +81,7 @@ class Turn:
         values = self.columns.get(SAMPLING_LOGPS)
         return None if values is None else [None if math.isnan(value) else value for value in values.tolist()]
 
-    def first(self, tokens: int) -> Turn:
+    def first(self, tokens: int) -> "Turn":
         if tokens >= len(self.ids):
             return self
         context = len(self.columns[EXPERTS]) - len(self.ids) if EXPERTS in self.columns else 0

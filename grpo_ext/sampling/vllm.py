@@ -117,10 +117,6 @@ class VllmServer(Engine):
 
         with self.profile("vLLM.generate"), ThreadPoolExecutor(min(_CONCURRENT, len(prompts))) as pool:
             answers = list(pool.map(send, range(len(prompts))))
-        if wrong := [len(answer["completion_ids"]) for answer in answers if len(answer["completion_ids"]) != copies]:
-            raise RolloutError(
-                f"the vLLM server returned {wrong[0]} completions of a prompt, and {copies} were requested."
-            )
         ids = [row for answer in answers for row in answer["completion_ids"]]
         known = answers[0]["logprobs"] is not None
         logps = [row for answer in answers for row in answer["logprobs"]] if known else None
@@ -180,6 +176,13 @@ def vllm_filters(args: Any) -> dict[str, Any]:
     return truncating({**values, "top_k": max(values["top_k"] or 0, 0)})  # -1: all tokens
 
 
+def other_scores(args: Any) -> list[str]:
+    """The settings by which vLLM samples from other scores than those that training uses."""
+    settings = {"repetition_penalty": args.repetition_penalty, **(args.generation_kwargs or {})}
+    neutral = {"repetition_penalty": 1.0, "temperature": args.temperature}
+    return [f"{name}={settings[name]!r}" for name, value in neutral.items() if settings.get(name, value) != value]
+
+
 def mask_bound(args: Any, rollout_func: Any) -> int | None:
     """The most ids of a mask that vLLM is asked for; None: no masks are requested.
 
@@ -187,14 +190,11 @@ def mask_bound(args: Any, rollout_func: Any) -> int | None:
     """
     if not (args.use_vllm and args.replay.masks) or rollout_func is not None:
         return None
-    filters = vllm_filters(args)
-    regex = {"vllm_structured_outputs_regex": args.vllm_structured_outputs_regex}
-    settings = {"repetition_penalty": args.repetition_penalty, **(args.generation_kwargs or {}), **regex}
-    without_effect = {"repetition_penalty": 1.0, "temperature": args.temperature}
-    described = NEUTRAL - without_effect.keys() | (_LEAVE_OUT if filters else set())
-    others = {name: value for name, value in settings.items() if name not in described}
-    others = {name: value for name, value in others.items() if value or name == "temperature"}
-    undescribed = [f"{n}={value!r}" for n, value in others.items() if value != without_effect.get(n)]
+    filters, settings = vllm_filters(args), args.generation_kwargs or {}
+    settings = {**settings, "vllm_structured_outputs_regex": args.vllm_structured_outputs_regex}
+    described = NEUTRAL | (_LEAVE_OUT if filters else set())
+    undescribed = other_scores(args)
+    undescribed += [f"{n}={value!r}" for n, value in settings.items() if value and n not in described]
     names = ", ".join(f"{name}={value}" for name, value in filters.items())
     facts = {"vllm_settings": ", ".join(undescribed), "server_filters": args.vllm_mode == "server" and names}
     remedy = "Leave one of the two out."

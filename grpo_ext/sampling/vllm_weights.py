@@ -3,8 +3,6 @@
 Differs from TRL, which always sends merged weights (how: upstream.vllm_engine). Called by rollouts.build.
 """
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import tempfile
@@ -73,7 +71,7 @@ class AdapterVersions:
     client: Any | None = None  # this process's client of a server
     number: int = field(default=0, init=False)  # the version that the engine has; 0: none yet
 
-    def send(self, generation: Generation) -> None:
+    def send(self, generation: "Generation") -> None:
         earlier, self.number = self._name, self.number + 1
         writes = self.client is None or generation.accelerator.is_main_process
         if writes:
@@ -139,7 +137,7 @@ class Generation(MergingGeneration):
     @classmethod
     def of(
         cls, generation: Any, versions: AdapterVersions | None, mask_bound: int | None, unfiltered: bool
-    ) -> Generation:
+    ) -> "Generation":
         # TRL's trainer starts the engine and has no argument for the class that does, so the attributes move to an
         # object of this one; `__init__` would start a second engine
         new = cls.__new__(cls)
@@ -188,7 +186,7 @@ def versions_of(view: TrainerView, client: Any | None) -> AdapterVersions | None
         return None
     (run, *_) = gather_lists([uuid.uuid4().hex[:8]])
     if client is not None:
-        return AdapterVersions(Path(str(args.output_dir)) / "vllm_adapter", run, client)
+        return AdapterVersions(view.output_dir / "vllm_adapter", run, client)
     folder = Path(tempfile.mkdtemp(prefix="grpo-ext-adapter-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return AdapterVersions(folder, run)

@@ -26,9 +26,8 @@ from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
 from ..precision.non_finite import explanation, first_module
 from ..rollouts.batch import RolloutBatch
-from ..rollouts.images import ImageSource
+from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set
-from ..runtime.clock import PhaseClock
 from ..runtime.collectives import gather_lists, max_over_processes, raise_on_all, uneven_collectives
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
 from ..runtime.transfer import to_device
@@ -74,7 +73,7 @@ class Attempt:
         fillers = "a process may repeat micro-batches with weight zero, to run as many as the others"
         refused = fillers if self.settings.equal_counts and not sharded else None
         uneven = uneven_collectives(forwards.accelerator, self._adds_nothing, others_refused=refused)
-        phase, known = self.planner.clock.phase("train"), temporarily_set(self.planner, running=self)
+        phase, known = self.planner.rollouts.worker.clock.phase("train"), temporarily_set(self.planner, running=self)
         try:
             with phase, forwards.in_form_of(self.model), raise_on_all("a step", meets, again=True), known, uneven:
                 yield
@@ -98,7 +97,7 @@ class Attempt:
         if settings.top_entropy_quantile >= 1.0 and not settings.router:
             return
         measured: list[MicroBatchStatistics] = []
-        with self.forwards.without_gradients(accelerator.unwrap_model(self.model)):
+        with self.forwards.without_gradients(self.planner.view.policy):
             for micro_batch in self.micro_batches():
                 scores = self.forwards.micro_batch_log_probs(
                     model, micro_batch.rows, settings.router, micro_batch.padded
@@ -123,7 +122,7 @@ class Attempt:
     def token_rows(self, places: Sequence[int]) -> TokenRows:
         """The tokens of these completions of the step, which may come in any order and repeatedly."""
         selected = self.rollout.select(places)
-        rows = selected.token_rows(self.planner.images.of_batch(selected.columns))
+        rows = selected.token_rows(self.planner.rollouts.images.of_batch(selected.columns))
         lengths = [self.rollout.group_lengths[group] for group in selected.groups]
         return self.with_dropout(replace(rows, group_lengths_B=lengths), places)
 
@@ -142,12 +141,11 @@ class Attempt:
     def end(self, loss: float) -> None:
         """Raise a PrecisionError where the loss is not finite; fill the record of a rerun."""
         if not math.isfinite(loss):
-            forwards, modules = self.forwards, [*self._first_modules().values()]
-            cause = explanation(forwards.accelerator.unwrap_model(self.model), modules, forwards.args.fp16)
+            modules = [*self._first_modules().values()]
+            cause = explanation(self.planner.view.policy, modules, self.forwards.args.fp16)
             raise PrecisionError(f"the loss of step {self.number} is {loss}: {cause}.")
         if self.record is not None:
-            policy = self.forwards.accelerator.unwrap_model(self.model)
-            self.record.fill(policy, self.forwards, self.rollout, self.plan, self.run, self.run_again)
+            self.record.fill(self.planner.view.policy, self.forwards, self.rollout, self.plan, self.run, self.run_again)
 
     def run_again(self, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
         """Run the same step, perhaps cut differently, in the same form."""
@@ -195,7 +193,7 @@ class Attempt:
         def look(micro_batch: LossInputs) -> None:
             with (
                 torch.set_grad_enabled(backward),
-                first_module(accelerator.unwrap_model(self.model), backward) as names,
+                first_module(self.planner.view.policy, backward) as names,
             ):
                 loss = self.run(micro_batch)
                 if backward:
@@ -209,19 +207,16 @@ class Attempt:
 
 @dataclass
 class StepPlanner:
-    forwards: ForwardRunner
-    clock: PhaseClock
-    images: ImageSource
-    cost: TokenCost  # by which groups are assigned to processes
-    limits: MicroBatchLimits  # those of training
     view: TrainerView
-    eval_limits: MicroBatchLimits = field(init=False)
+    rollouts: Rollouts
+    cost: TokenCost  # by which groups are assigned to processes
     record: StepRecord | None = None  # of the step that is run again
     running: Attempt | None = None
     # of the step that ran last; a user's own `training_step` may run none
     check_gradient: Callable[[float | None], None] = lambda norm: None
 
     def __post_init__(self) -> None:
+        self.forwards, self.limits = self.rollouts.worker.forwards, self.rollouts.limits  # those of training
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
 
     def attempts(self, model: Any, rollout: RolloutBatch) -> Iterator[Attempt]:

@@ -143,7 +143,7 @@ class LossOverrides:
     def _of_own_step(self, inputs: dict[str, Any]) -> LossInputs:
         """A batch of the user's own as a step; its groups are whole, from its first row on."""
         self._refuse_with_replay()
-        mask, images = loss_mask(inputs), self.planner.images.of_batch(inputs)
+        mask, images = loss_mask(inputs), self.planner.rollouts.images.of_batch(inputs)
         whole, groups = MicroBatch(tuple(range(len(mask)))), group_numbers(len(mask), self.view.group_size)
         metrics, counts = StepMetrics(self.view.accelerator.device), step_counts(mask.sum(1).tolist(), groups)
         rows = self._given_rows(inputs, images)

@@ -38,7 +38,11 @@ OF_A_RUN: dict[str, Any] = {
     "--use_peft and all others that `python recipes/grpo.py --help` lists.",
 }
 Engine = StrEnum("Engine", ["ddp", "zero2", "zero3", "fsdp2"])
-CONFIG = typer.Option(help="YAML file of a run, as for recipes/grpo.py; options override it.")
+ConfigFile = Annotated[
+    Path | None, typer.Option(help="YAML file of a run, as for recipes/grpo.py; options override it.")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the result here.")]
+RunFolder = Annotated[Path, typer.Argument(help="Folder of a run: its output_dir.")]
 
 
 def load_libraries() -> None:
@@ -76,7 +80,7 @@ def settings_of(context: typer.Context, config: Path | None) -> dict[str, Any]:
 @app.command(**OF_A_RUN)
 def plan(
     context: typer.Context,
-    config: Annotated[Path | None, CONFIG] = None,
+    config: ConfigFile = None,
     processes: Annotated[int, typer.Option(help="Number of processes.")] = 1,
     num_prompts: Annotated[int | None, typer.Option(help="Prompts in the training set.")] = None,
     engine: Annotated[Engine, typer.Option(help="With a model: what it is trained with.")] = Engine.ddp,
@@ -143,7 +147,7 @@ def sizes_in_words(settings: Mapping[str, Any], geometry: "BatchGeometry", num_p
 @app.command(**OF_A_RUN)
 def check(
     context: typer.Context,
-    config: Annotated[Path | None, CONFIG] = None,
+    config: ConfigFile = None,
     micro_batch_sizes: Annotated[str | None, typer.Option(help="Completions per forward, for example 16,5,1.")] = None,
     processes: Annotated[str, typer.Option(help="Numbers of processes, for example 1,2,3.")] = "1,2",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = 3,
@@ -155,7 +159,7 @@ def check(
     bitwise: Annotated[
         bool, typer.Option("--bitwise", help="Train with bitwise_invariant=True and compare a hash of every tensor.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Train a few steps of a run (default: the demo) under several splits and compare.
 
@@ -206,7 +210,7 @@ def export(
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="Folder of the run: its output_dir.")]) -> None:
+def report(run: RunFolder) -> None:
     """Write one page with plots of a run, which may still be running or have been killed."""
     load_libraries()
     from .report import report as write
@@ -217,9 +221,9 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of the run: its outp
 
 @app.command()
 def diff(
-    run_a: Annotated[Path, typer.Argument(help="Folder of a run: its output_dir.")],
+    run_a: RunFolder,
     run_b: Annotated[Path, typer.Argument(help="Folder of another run.")],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the result here.")] = None,
+    json_file: JsonFile = None,
     html: Annotated[Path | None, typer.Option(help="Also write a page here, with the curves of both runs.")] = None,
 ) -> None:
     """Say where and why two runs diverge.

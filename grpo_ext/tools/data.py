@@ -36,7 +36,7 @@ class DataArguments:
     eval_fraction: float = setting("Share of the rows held out for evaluation.", default=0.0)
 
 
-def load_prompts(data: DataArguments, seed: int = 0) -> tuple[Dataset, Dataset | None]:
+def load_prompts(data: DataArguments, seed: int) -> tuple[Dataset, Dataset | None]:
     """Load (train, held-out or None) prompts for `GRPOTrainer`; `seed` draws the held-out rows."""
     try:
         dataset = _read(str(data.dataset_name), data)

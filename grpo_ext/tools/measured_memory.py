@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import get_peft_config
 
-from ..batching.sizes import BatchGeometry, ceil_div
+from ..batching.sizes import BatchGeometry, Settings, ceil_div
 from ..demo.task import build_model, build_tokenizer
 from ..errors import ConfigError, LaunchError
 from ..settings import named
@@ -33,7 +32,7 @@ from .plan import in_units, load_config, tokens_of_prompt
 _QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "trail": False}
 
 
-def measured_memory(settings: Mapping[str, Any], geometry: BatchGeometry, engine: str, prompt: int | None) -> str:
+def measured_memory(settings: Settings, geometry: BatchGeometry, engine: str, prompt: int | None) -> str:
     """Say what the peaks are on this machine, of one process with this trainer's own sampling and float32 weights."""
     names = (*named("unmeasured"), "load_in_4bit", "load_in_8bit", "fsdp", "deepspeed")
     refused = {name: settings.get(name) for name in names}
@@ -47,7 +46,7 @@ def measured_memory(settings: Mapping[str, Any], geometry: BatchGeometry, engine
     return f"Measured peak, {what}: " + ", ".join(f"{name} {in_units(size)}" for name, size in peaks.items())
 
 
-def peak_bytes(settings: Mapping[str, Any], geometry: BatchGeometry, prompt: int) -> dict[str, int]:
+def peak_bytes(settings: Settings, geometry: BatchGeometry, prompt: int) -> dict[str, int]:
     """Measure the peaks "training" and "rollout" in a process of its own."""
     group, longest = geometry.num_generations, settings.get("max_completion_length") or 512
     trained = ceil_div(min(2 * geometry.micro_batch_size, geometry.trained_share), group) * group
@@ -104,7 +103,7 @@ class _Peaks(TrainerCallback):
         return [float(place) if place < self.trained else 0.0 for place in range(len(completions))]
 
 
-def _peaks_of(model: Any, settings: Mapping[str, Any], prompt: int, trained: int, adapter: bool) -> dict[str, int]:
+def _peaks_of(model: Any, settings: Settings, prompt: int, trained: int, adapter: bool) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         args: Any
         _, args, loading = as_dataclasses({**settings, "output_dir": folder})

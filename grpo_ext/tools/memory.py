@@ -29,10 +29,10 @@ class ModelSizes:
     vocabulary: int
     cached: int  # keys and values of a token, in all layers
     compute_bytes: int  # of a number in a forward (2: autocast to half precision)
-    quantised: int = 0  # stored in `quantised_bytes` each
-    quantised_bytes: float = 0.0
-    form: Form = "packed"  # how completions run through the model
-    form_in_words: str = ""  # the form, and why not another one
+    quantised: int  # stored in `quantised_bytes` each
+    quantised_bytes: float
+    form: Form  # how completions run through the model
+    form_in_words: str  # the form, and why not another one
 
 
 @dataclass(frozen=True)

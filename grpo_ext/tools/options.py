@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import yaml
 from trl import ModelConfig, TrlParser
 
+from ..batching.sizes import Settings
 from ..demo import EMBEDDED
 from ..errors import ConfigError, GrpoExtError, ProcessError, RewardError, did_you_mean
 from ..rewards.registry import reward_names
@@ -153,7 +154,7 @@ def _settings_in(path: str) -> dict[str, Any]:
     return settings
 
 
-def demo_of(settings: Mapping[str, Any]) -> Demo | None:
+def demo_of(settings: Settings) -> Demo | None:
     """The demo that settings name, or the embedded one without model and data; a ConfigError if settings contradict."""
     from ..demo.task import demo_named
 
@@ -168,7 +169,7 @@ def demo_of(settings: Mapping[str, Any]) -> Demo | None:
     return None if name is None and model is not None else demo_named(name or EMBEDDED)
 
 
-def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
+def as_dataclasses(settings: Settings) -> tuple[ScriptArguments, GRPOConfig, ModelConfig]:
     """Build the dataclasses that the settings configure; a ConfigError if one of them refuses a setting."""
     from ..config import GRPOConfig
 
@@ -184,12 +185,12 @@ def as_dataclasses(settings: Mapping[str, Any]) -> tuple[ScriptArguments, GRPOCo
     return script, training, model
 
 
-def fields_of(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+def fields_of(settings: Settings, kind: Any) -> dict[str, Any]:
     names = {spec.name for spec in fields(kind) if spec.init}
     return {name: value for name, value in settings.items() if name in names}
 
 
-def output_settings(settings: Mapping[str, Any]) -> set[str]:
+def output_settings(settings: Settings) -> set[str]:
     """Names of the settings of a run's output, evaluation and resume, which `grpo-ext check` leaves out."""
     return {name for name in fields_of(settings, kinds_of_options()[1]) if decides(name, "output")}
 

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from ..batching.micro_batches import Form
-from ..batching.sizes import BatchGeometry, ceil_div
+from ..batching.sizes import BatchGeometry, Settings, ceil_div
 from ..config import forms_of
 from ..errors import ConfigError, DataError, GrpoExtError, counted
 from ..forward.architecture import attention_sizes, exchanged_numbers, weight_sizes
@@ -36,12 +36,9 @@ def load_config(model: str, setting: str = "model_name_or_path") -> Any:
             config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        on_the_hub = not Path(model).exists() and model.count("/") <= 1 and not model.endswith(".json")
-        download = f"https://huggingface.co/{model}/raw/main/config.json"
-        elsewhere = f" Without a network, download {download} elsewhere and pass that file."
         raise ConfigError(
-            f"{setting}={model!r} has no readable configuration ({reason}); pass a model id, a folder, or "
-            f"a config.json.{elsewhere if on_the_hub else ''}"
+            f"{setting}={model!r} has no readable configuration ({reason}); pass a model id, a folder, or a "
+            "config.json (without a network, one that was downloaded elsewhere)."
         ) from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
@@ -106,7 +103,7 @@ def largest_micro_batch(geometry: BatchGeometry, prompt: int, longest: int, form
     return tokens if budget is None else min(tokens, max(budget, prompt + longest))
 
 
-def refuse_size(size: int, config: Any, model: ModelSizes, layout: MemoryLayout, settings: Mapping[str, Any]) -> None:
+def refuse_size(size: int, config: Any, model: ModelSizes, layout: MemoryLayout, settings: Settings) -> None:
     """Raise the GrpoExtError of a run in which `size` processes cannot share a micro-batch."""
     deepspeed = layout.engine in ("zero2", "zero3")
     check_sequence_parallel({**settings, "deepspeed": deepspeed, "sequence_parallel_size": size})
@@ -114,7 +111,7 @@ def refuse_size(size: int, config: Any, model: ModelSizes, layout: MemoryLayout,
     refuse_other_forms(size, model.form, model.form_in_words)
 
 
-def sizes_taken(config: Any, model: ModelSizes, layout: MemoryLayout, settings: Mapping[str, Any]) -> list[int]:
+def sizes_taken(config: Any, model: ModelSizes, layout: MemoryLayout, settings: Settings) -> list[int]:
     """Values of `sequence_parallel_size` from the current one on that a run takes."""
     sizes = []
     for size in range(layout.sequence_parallel_size, layout.processes + 1):
@@ -144,10 +141,10 @@ def what_fits(model: ModelSizes, layout: MemoryLayout, completion: int, sizes: S
 def expected_memory(
     model: str,
     geometry: BatchGeometry,
-    settings: Mapping[str, Any],
-    engine: str = "ddp",
-    prompt: int | None = None,
-    device: float | None = None,
+    settings: Settings,
+    engine: str,
+    prompt: int | None,
+    device: float | None,
 ) -> tuple[str, Table]:
     """Describe what the memory depends on, and estimate the memory per device by part.
 
@@ -185,7 +182,7 @@ def expected_memory(
     return "\n".join(lines), _table(memory_of(sizes, layout), "rollout" if settings.get("use_vllm") else None)
 
 
-def teacher_bytes(settings: Mapping[str, Any]) -> int:
+def teacher_bytes(settings: Settings) -> int:
     """Bytes of a teacher's weights, in the type in which it is loaded; 0 without one."""
     if (teacher := settings.get("teacher_model")) is None:
         return 0
@@ -197,9 +194,7 @@ def teacher_bytes(settings: Mapping[str, Any]) -> int:
         return AutoModelForCausalLM.from_config(config).num_parameters() * (kind or torch.float32).itemsize
 
 
-def _layout_of(
-    geometry: BatchGeometry, settings: Mapping[str, Any], engine: str, tokens: int, completion: int
-) -> MemoryLayout:
+def _layout_of(geometry: BatchGeometry, settings: Settings, engine: str, tokens: int, completion: int) -> MemoryLayout:
     lag = settings.get("rollout_lag")
     rows = 0 if settings.get("use_vllm") else geometry.generate_size  # vLLM's own memory is not counted
     return MemoryLayout(

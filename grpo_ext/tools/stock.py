@@ -3,18 +3,17 @@
 Settings of this package that only lay out a run are dropped; they change nothing that is learned.
 """
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from ..batching.sizes import geometry_of
+from ..batching.sizes import Settings, geometry_of
 from ..errors import GrpoExtError, counted
 from ..settings import named, truncating_in
 
 OURS, STOCK = "grpo_ext", "trl"
 
 
-def refuse_ours(settings: Mapping[str, Any]) -> None:
+def refuse_ours(settings: Settings) -> None:
     """Raise a GrpoExtError for settings that change what is learned and that stock TRL does not have.
 
     None, False or 0 turns them off.
@@ -30,7 +29,7 @@ def refuse_ours(settings: Mapping[str, Any]) -> None:
         )
 
 
-def stock_config(settings: Mapping[str, Any], processes: int) -> dict[str, Any]:
+def stock_config(settings: Settings, processes: int) -> dict[str, Any]:
     """Express the same run in the fields of `trl.GRPOConfig`; a GrpoExtError if that is impossible."""
     from trl import GRPOConfig
 

@@ -13,7 +13,6 @@ import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import pandas
@@ -64,7 +63,7 @@ def _evaluation_in_its_own_file(view: TrainerView, ended: Sequence[str]) -> Iter
 
     TRL writes every table to the file of the step, also once an evaluation ("eval") or the training ("train") `ended`.
     """
-    path = Path(str(view.args.output_dir)) / "completions" / f"completions_{view.state.global_step:05d}.parquet"
+    path = view.output_dir / "completions" / f"completions_{view.state.global_step:05d}.parquet"
     aside = path.with_suffix(".training")
     if ended and path.is_file():
         path.replace(aside)

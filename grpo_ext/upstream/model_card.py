@@ -30,7 +30,7 @@ def usage(place: str, base: str, adapter: bool, chat: bool, images: bool) -> str
 
 def complete_card(view: TrainerView, checkpoint: str | None) -> None:
     """Put the base model and the code of `usage` into TRL's card, a checkpoint's or the run's; a fault is a warning."""
-    model, processing_class, folder = view.model, view.processing_class, Path(str(view.args.output_dir)).resolve()
+    model, processing_class, folder = view.model, view.processing_class, view.output_dir.resolve()
     place = str(view.hub_model_id or "/".join(filter(None, (folder.name, checkpoint))))
     base = base_name(getattr(getattr(model, "config", None), "_name_or_path", None))
     chat, adapter = getattr(processing_class, "chat_template", None) is not None, hasattr(model, "peft_config")

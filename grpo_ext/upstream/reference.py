@@ -21,7 +21,7 @@ from ..forward.fixed_models import is_partitioned, load_arguments
 from ..forward.quantised import outlier_thresholds
 from ..forward.snapshot import deep_copy, refuse_replaced_forward, sharing_copy
 from ..forward.tiled_log_probs import gathered
-from ..runtime.collectives import local_part, shards_parameters
+from ..runtime.collectives import local_part
 from ..view import TrainerView
 
 # PEFT's kinds of adapters that change nothing before they are trained, with the initialisations below
@@ -113,7 +113,7 @@ class MovedReference:
 
     def __init__(self, view: TrainerView) -> None:
         self.view = view
-        self._start = None if shards_parameters(view.accelerator) else weight_sums(view.ref_model)
+        self._start = None if view.sharded else weight_sums(view.ref_model)
 
     def state_dict(self) -> dict[str, Any]:
         if self._start in (None, weight_sums(self.view.ref_model)):

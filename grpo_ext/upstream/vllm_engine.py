@@ -5,8 +5,6 @@ Repairs `trl.generation.vllm_generation.VLLMGeneration`: its constructor takes n
 little every time. Until TRL fixes both; last seen in 1.16. `inspect.signature(VLLMGeneration)` shows the first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

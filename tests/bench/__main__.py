@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from grpo_ext.tools.cli import CONFIG, OF_A_RUN, PLAIN, integers, load_libraries, run_app, settings_of
+from grpo_ext.tools.cli import OF_A_RUN, PLAIN, ConfigFile, integers, load_libraries, run_app, settings_of
 from grpo_ext.tools.stock import OURS, STOCK
 
 app = typer.Typer(name="bench", **PLAIN)
@@ -28,7 +28,7 @@ def say_dim(sentence: str) -> None:
 @app.command(**OF_A_RUN)
 def bench(
     context: typer.Context,
-    config: Annotated[Path | None, CONFIG] = None,
+    config: ConfigFile = None,
     shape: Annotated[list[str] | None, typer.Option(help=SHAPE_HELP)] = None,
     long: Annotated[bool, typer.Option("--long", help="All reference shapes, micro-batches searched.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Measured steps of each trainer, after a warm-up.")] = 3,

@@ -42,3 +42,5 @@ def give_completions(
 def share_forwards(trainer: Any) -> None:
     """Let sampling believe that processes share the weights, as under FSDP and ZeRO-3."""
     object.__setattr__(trainer._rollouts.worker.settings, "sharded", True)  # of the engine too
+    view = trainer._view
+    view.__class__ = type("Sharing", (type(view),), {"sharded": True})

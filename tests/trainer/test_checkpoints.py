@@ -106,7 +106,7 @@ def test_nothing_whole_is_an_error(copy, tmp_path):
     [
         ({"seed": 4}, ["seed: 3 in the checkpoint, 4 now"]),
         ({"global_batch_size": 8, "beta": 0.1}, ["global_batch_size: 16 in the checkpoint", "beta"]),
-        ({"train_dataset": prompts(12, seed=5)}, ["data.rows_sha256: ", "allow_changed_on_resume=['data']"]),
+        ({"train_dataset": prompts(12, seed=5)}, ["data.by_column.prompt: ", "allow_changed_on_resume=['data']"]),
         ({"reward_funcs": sparse_reward}, ["rewards: "]),
         ({"rollout_lag": 2}, ["rollout_lag: 0 in the checkpoint, 2 now"]),
         ({"model": tiny_model(hidden_size=64)}, ["model.parameters: ", "model.sha256: "]),

@@ -11,10 +11,10 @@ from datasets import Dataset
 from PIL import Image
 
 from grpo_ext import GRPOTrainer
-from grpo_ext.checks import trainer as checks
 from grpo_ext.errors import ConfigError, DataError, ModelError
 from grpo_ext.forward.images import packed_images, unpacked_images
 from grpo_ext.run.state import load_state
+from grpo_ext.view import TrainerView
 from tests.support import trainers
 from tests.support.decoding import decoding
 from tests.support.images import (
@@ -148,7 +148,7 @@ def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
 
 
 def test_shown_images_under_an_engine_that_shares_weights_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "shards_parameters", lambda accelerator: True)
+    monkeypatch.setattr(TrainerView, "sharded", True)
     with pytest.raises(ConfigError, match="tools may show an image to only one; train with DDP"):
         with_tools(tmp_path)
 

@@ -6,6 +6,7 @@ Dynamic sampling: every place has one group, and no group that teaches is thrown
 import itertools
 import math
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ NAN = math.nan
 
 
 def group_advantages(rewards, weights, generations, scale="group", aggregation="sum_then_normalize"):
-    return AdvantageRule(None, scale, aggregation).advantages(rewards, weights, generations, ())
+    return AdvantageRule(weights, generations, None, scale, aggregation).advantages(rewards, ())
 
 
 REWARDS = st.lists(st.sampled_from([0.0, 1.0, -1.0, 0.5, 3.25, NAN]), min_size=4, max_size=4)
@@ -62,7 +63,7 @@ def column(*rewards: float) -> torch.Tensor:
 
 def estimated(name: str, *rewards: float, group: int = 4, lengths: Any = (), **settings: Any) -> list[float]:
     masks = [torch.ones(length) for length in lengths]
-    return AdvantageRule(name, **settings).advantages(column(*rewards), torch.ones(1), group, masks).tolist()
+    return AdvantageRule(torch.ones(1), group, name, **settings).advantages(column(*rewards), masks).tolist()
 
 
 def test_leave_one_out_by_hand():
@@ -92,26 +93,26 @@ def test_max_rl_by_hand():
 
 
 EQUAL = ("group_standardized", "group_centered", "leave_one_out", "max_rl")
-RULES = [AdvantageRule(name) for name in EQUAL] + [AdvantageRule(scale_rewards=s) for s in ("group", "none", "batch")]
-RULES += [AdvantageRule(aggregation="normalize_then_sum")]
+RULES: list[dict[str, Any]] = [{"estimator": name} for name in EQUAL]
+RULES += [*({"scale_rewards": scale} for scale in ("group", "none", "batch")), {"aggregation": "normalize_then_sum"}]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.estimator or f"{rule.scale_rewards} {rule.aggregation}")
+@pytest.mark.parametrize("settings", RULES, ids=lambda settings: "".join(settings.values()))
 @given(
     st.lists(st.floats(0.0078125, 1000, width=32), min_size=1, max_size=5),
     st.integers(2, 33),
     st.lists(st.sampled_from([0.3, 1.0, 2.7]), min_size=5, max_size=5),
     st.integers(0, 40),
 )
-def test_equal_rewards_give_exactly_zero_in_float32(rule, rewards, generations, weights, unscored):
+def test_equal_rewards_give_exactly_zero_in_float32(settings, rewards, generations, weights, unscored):
     """Also of several functions, beside another group, and where some completions were not scored."""
     equal = torch.tensor(rewards).expand(generations, -1).clone()
     if unscored < generations:
         equal[unscored] = NAN
     others = equal * torch.arange(1.0, generations + 1)[:, None]
-    batch = equal if rule.aggregation == "normalize_then_sum" else torch.cat([equal, others])
+    batch = equal if "aggregation" in settings else torch.cat([equal, others])
     weights_F = torch.tensor(weights[: len(rewards)])
-    advantages_B = rule.advantages(batch, weights_F, generations, ())
+    advantages_B = AdvantageRule(weights_F, generations, **settings).advantages(batch, ())
     assert not advantages_B[:generations].any()
 
 
@@ -163,9 +164,9 @@ def test_pass_at_k_asks_which_rewards_pass():
 
 def test_groups_that_teach_nothing_at_k():
     rewards = column(*(0, 1, 1, 1), *(0, 0, 1, 1), *(0,) * 4, *(1,) * 4)
-    constant = AdvantageRule("pass_at_k", k=2).constant_groups(rewards, torch.ones(1), 4)
+    constant = AdvantageRule(torch.ones(1), 4, "pass_at_k", k=2).constant_groups(rewards)
     assert constant.tolist() == [True, False, True, True]  # with one failure every pair has a pass
-    assert AdvantageRule("group_centered").constant_groups(rewards, torch.ones(1), 4).tolist()[0] is False
+    assert AdvantageRule(torch.ones(1), 4, "group_centered").constant_groups(rewards).tolist()[0] is False
 
 
 def test_the_optimal_baseline_is_weighted_by_tokens_with_loss():
@@ -232,15 +233,15 @@ def test_an_estimator_that_writes_to_its_rewards_scores_no_unscored_completion(e
 
 def test_groups_without_variance():
     rewards = column(*(1, 1, 1, 1), *(0, 1, 1, 1), *(NAN,) * 4, *(NAN, 2, NAN, NAN), *(NAN, 2, 3, NAN))
-    constant = AdvantageRule().constant_groups(rewards, torch.ones(1), 4)
+    constant = AdvantageRule(torch.ones(1), 4).constant_groups(rewards)
     assert constant.tolist() == [True, False, True, True, False]
     # rewards that cancel have none in their sum, and have it apart
     rewards = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    assert AdvantageRule().constant_groups(rewards, torch.ones(2), 2).tolist() == [True]
-    apart = AdvantageRule(aggregation="normalize_then_sum")
-    assert apart.constant_groups(rewards, torch.ones(2), 2).tolist() == [False]
+    assert AdvantageRule(torch.ones(2), 2).constant_groups(rewards).tolist() == [True]
+    apart = AdvantageRule(torch.ones(2), 2, aggregation="normalize_then_sum")
+    assert apart.constant_groups(rewards).tolist() == [False]
     # a function of weight zero teaches nothing
-    assert apart.constant_groups(rewards, torch.tensor([0.0, 0.0]), 2).tolist() == [True]
+    assert replace(apart, weights_F=torch.tensor([0.0, 0.0])).constant_groups(rewards).tolist() == [True]
 
 
 # ---- Dynamic sampling -----------------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def test_an_asynchronous_function_that_fails_for_good_ends_those_that_run_or_wai
 
     with running_loop() as loop:
         before = set(threading.enumerate())
-        runner = RewardRunner(torch.device("cpu"), Faults(retries=1), async_loop=loop)
+        runner = RewardRunner(torch.device("cpu"), Faults(retries=1), None, loop)
         with pytest.raises(RewardError, match="'function_0' raised ValueError: no score today"):
             runner.compute(functions_of([fails, waits, tries]), RewardRows([{}] * 3, ["p"] * 3, ["c"] * 3, [[1]] * 3))
         for thread in set(threading.enumerate()) - before:
@@ -215,5 +215,6 @@ def test_an_asynchronous_function_without_a_loop_is_refused_with_the_remedy():
     async def later(completions, **kwargs):
         return [1.0]
 
+    runner = RewardRunner(torch.device("cpu"), Faults(), None, None)
     with pytest.raises(RewardError, match=r"'function_0' is asynchronous, .* when the trainer is built"):
-        RewardRunner(torch.device("cpu")).compute(functions_of([later]), RewardRows([{}], ["p"], ["c"], [[1]]))
+        runner.compute(functions_of([later]), RewardRows([{}], ["p"], ["c"], [[1]]))

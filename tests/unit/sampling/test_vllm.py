@@ -40,7 +40,7 @@ def test_a_server_that_returns_other_rows_is_refused(tmp_path, monkeypatch):
     client = stand_in(tmp_path / "server", monkeypatch.setattr)
     answer = client.generate
     monkeypatch.setattr(client, "generate", lambda prompts, n, *rest, **more: answer(prompts, n + 1, *rest, **more))
-    with pytest.raises(RolloutError, match="returned 5 completions of a prompt, and 4 were requested"):
+    with pytest.raises(RolloutError, match="20 completions were sampled for 16 prompts"):
         make(tmp_path / "run", **SERVER).train()
 
 

@@ -107,6 +107,7 @@ def test_the_arithmetic_is_what_a_whole_model_holds():
 SIZES = ModelSizes(
     **{"parameters": 10**9, "trained": 10**9, "largest_layer": 3 * 10**7, "outside": 0, "head": 0, "active": 10**9},
     **{"layers": 24, "hidden": 2048, "vocabulary": 32000, "cached": 25_000, "compute_bytes": 2},
+    **{"quantised": 0, "quantised_bytes": 0.0, "form": "packed", "form_in_words": ""},
 )
 
 
@@ -137,7 +138,7 @@ def test_a_teacher_is_counted_in_the_type_that_it_is_loaded_in(tmp_path):
     AutoConfig.for_model(**QWEN).save_pretrained(tmp_path / "teacher")
     AutoConfig.for_model(**SMALL).save_pretrained(tmp_path / "policy")
     settings = {"teacher_model": str(tmp_path / "teacher"), "teacher_model_init_kwargs": {"dtype": "bfloat16"}}
-    _, table = expected_memory(str(tmp_path / "policy"), geometry_of({}, 1), settings)
+    _, table = expected_memory(str(tmp_path / "policy"), geometry_of({}, 1), settings, "ddp", None, None)
     shown = dict(zip(*(column.cells for column in table.columns), strict=True))
     with torch.device("meta"):
         count, policy = (
