@@ -110,7 +110,8 @@ def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(accelerate_l
     assert (tmp_path / "runs" / "demo-2" / "model.safetensors").is_file()
     assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d +reward", result.stdout, re.M)) == 2
     assert "{'" not in result.stdout, "a dictionary was dumped"
-    assert result.stderr == "Loading torch, transformers and TRL ...\n"
+    # forked processes have loaded them
+    assert result.stderr.removeprefix("Loading torch, transformers and TRL ...\n") == ""
 
 
 def test_a_demo_that_is_resumed_goes_on_in_its_folder(launch, tmp_path):
