@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train train-real test test-full test-crash test-vllm test-trl test-min test-newest test-gpu wheels-gpu rehearse-gpu check docs conform bench estimators lint format clean
+.PHONY: help setup train train-real test test-full test-crash test-vllm test-trl test-min test-newest test-gpu wheels-gpu rehearse-gpu check docs conform bench predict estimators lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -138,6 +138,9 @@ conform: $(READY)  ## compare the updates of several GRPO trainers with the exac
 
 bench: $(READY)  ## the reference shapes against stock TRL, by phase (under 20 minutes; ARGS=--long for all of them)
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+predict: $(READY)  ## whether what a setting does to one step says what it does to a run (the demo: half an hour; ARGS="--demo sums": hours)
+	@$(BIN)/python -m tests.bench.predict $(ARGS)
 
 estimators: $(READY)  ## which objective each setting optimises, on a policy that can be enumerated (about 20 minutes)
 	@$(BIN)/python -m tests.estimators $(ARGS)

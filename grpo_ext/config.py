@@ -284,7 +284,7 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        self._check_settings()
+        self.check()
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # without use_cpu TRL refuses bfloat16, its default, and Accelerate lets each CPU process train alone as
@@ -318,7 +318,8 @@ class GRPOConfig(trl.GRPOConfig):
         self.geometry: BatchGeometry = geometry_of(vars(self), self.world_size)
         check_best_metric(vars(self))
 
-    def _check_settings(self) -> None:
+    def check(self) -> None:
+        """Raise a ConfigError for values that a setting does not take, or that contradict others."""
         settings = vars(self)
         for spec in dataclasses.fields(GRPOConfig):
             check_kind(spec, settings[spec.name], own=spec.name in GRPOConfig.__annotations__)

@@ -52,7 +52,7 @@ class Row(NamedTuple):
     # "copied", "engine": a callback may not change it, because steps, the generation_config, or engines are built with
     # it. "to_vllm": an attribute of TRL's `VLLMGeneration`. "truncates": leaves out tokens. "limit": limits ratios.
     # "size": another name of a size. "once": not passed on to a rerun. "unmeasured": not in a `plan --measure`.
-    # "part": of the fingerprint, beside the settings
+    # "part": of the fingerprint, beside the settings. "case": a rerun may try it. "clip": bounds of ratios
     marks: str = ""
     rule: Rule | None = None
 
@@ -81,12 +81,12 @@ TABLE = (
     Row("global_batch_size", "loss", resume=SIZE),
     Row("rollout_batch_size", "prompts", resume=SIZE),
     Row("rollout_chunk_size", "completions", resume=SIZE),
-    Row("advantage_estimator advantage_k", "advantages", "rollout", ALWAYS, "unlike_trl"),
-    Row("loss_aggregation", "loss", "args", ALWAYS, "unlike_trl keeps"),
-    Row("trust_region", "loss", "args", ALWAYS, "unlike_trl keeps limit"),
-    Row("trust_region_threshold", "loss", "args", ALWAYS, "unlike_trl keeps", _SHARE),
-    Row("sequence_mask_low", "loss", "args", ALWAYS, "unlike_trl keeps limit", _LOW),
-    Row("sequence_mask_high", "loss", "args", ALWAYS, "unlike_trl keeps limit", _HIGH),
+    Row("advantage_estimator advantage_k", "advantages", "rollout", ALWAYS, "unlike_trl case"),
+    Row("loss_aggregation", "loss", "args", ALWAYS, "unlike_trl keeps case"),
+    Row("trust_region", "loss", "args", ALWAYS, "unlike_trl keeps limit case"),
+    Row("trust_region_threshold", "loss", "args", ALWAYS, "unlike_trl keeps case", _SHARE),
+    Row("sequence_mask_low", "loss", "args", ALWAYS, "unlike_trl keeps limit case", _LOW),
+    Row("sequence_mask_high", "loss", "args", ALWAYS, "unlike_trl keeps limit case", _HIGH),
     Row("dynamic_sampling", "completions", "rollout", ALWAYS, "unlike_trl"),
     Row("dynamic_sampling_max_rounds", "completions", "rollout", ALWAYS, rule=Rule(least=1)),
     Row("rollout_lag", "completions loss", resume=ALWAYS, marks="unlike_trl unmeasured"),
@@ -94,12 +94,12 @@ TABLE = (
     Row("routing_replay", "loss", resume=ALWAYS, marks="unlike_trl", rule=_SWITCH),
     Row("teacher_model", "loss", marks="unlike_trl unmeasured"),
     Row("teacher_model_init_kwargs", "loss"),
-    Row("teacher_kl_coef", "loss", "args", ALWAYS, "unlike_trl keeps", _COEF),
+    Row("teacher_kl_coef", "loss", "args", ALWAYS, "unlike_trl keeps case", _COEF),
     Row("bitwise_invariant", "completions loss", resume=ALWAYS),
     Row("canonical_unit_size forward float32_weight_gradients", "loss", resume=BITWISE),
-    Row("skip_zero_contribution", "loss", "args", BITWISE),
+    Row("skip_zero_contribution", "loss", "args", BITWISE, "case"),
     Row("bitwise_threads", "completions loss", resume=BITWISE, rule=Rule(least=1)),
-    Row("eval_pass_threshold", "advantages", "rollout", rule=_FINITE),
+    Row("eval_pass_threshold", "advantages", "rollout", FREE, "case", _FINITE),
     # ---- This package: how it runs
     Row("micro_batch_tokens", "layout", rule=Rule(least=2, none=True)),
     Row("sequence_parallel_size", "layout", marks="once"),
@@ -130,23 +130,24 @@ TABLE = (
     Row("vllm_structured_outputs_regex", "completions", resume=ALWAYS),
     Row("vllm_model_impl", "completions"),
     # ---- TRL: advantages and loss
-    Row("reward_weights", "advantages", "rollout", ALWAYS),
-    Row("scale_rewards", "advantages", "rollout", ALWAYS, rule=_one_of("group", "batch", "none", True, False)),
-    Row("multi_objective_aggregation", "advantages", "rollout", ALWAYS, rule=_AGGREGATION),
+    Row("reward_weights", "advantages", "rollout", ALWAYS, "case"),
+    Row("scale_rewards", "advantages", "rollout", ALWAYS, "case", _one_of("group", "batch", "none", True, False)),
+    Row("multi_objective_aggregation", "advantages", "rollout", ALWAYS, "case", _AGGREGATION),
     Row("vllm_importance_sampling_correction vllm_importance_sampling_mode", "loss", "rollout", ALWAYS),
     Row("vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max", "loss", "rollout", ALWAYS, rule=_BOUND),
     Row("vllm_importance_sampling_cap", "loss", "rollout", ALWAYS, rule=_BOUND),
-    Row("beta", "loss", "loss", ALWAYS, rule=_NOT_NEGATIVE),
-    Row("loss_type", "loss", "loss", ALWAYS, "keeps"),
-    Row("epsilon", "loss", "loss", ALWAYS, "keeps", _BOUND._replace(none=False)),
-    Row("epsilon_high", "loss", "loss", ALWAYS, "keeps", _BOUND),
-    Row("importance_sampling_level", "loss", "loss", ALWAYS),
-    Row("off_policy_mask_threshold entropy_coef router_aux_loss_coef", "loss", "loss", ALWAYS, rule=_FINITE),
-    Row("delta", "loss", "args", ALWAYS, rule=_POSITIVE._replace(none=True)),
-    Row("use_bias_correction_kl", "loss", "args", ALWAYS),
-    Row("sapo_temperature_neg sapo_temperature_pos", "loss", "args", ALWAYS, rule=_POSITIVE),
-    Row("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "loss", "args", ALWAYS, rule=_NOT_NEGATIVE),
-    Row("top_entropy_quantile", "loss", "loss", ALWAYS, rule=_QUANTILE),
+    Row("beta", "loss", "loss", ALWAYS, "case", _NOT_NEGATIVE),
+    Row("loss_type", "loss", "loss", ALWAYS, "keeps case"),
+    Row("epsilon", "loss", "loss", ALWAYS, "keeps case clip", _BOUND._replace(none=False)),
+    Row("epsilon_high", "loss", "loss", ALWAYS, "keeps case clip", _BOUND),
+    Row("importance_sampling_level", "loss", "loss", ALWAYS, "case"),
+    Row("off_policy_mask_threshold entropy_coef", "loss", "loss", ALWAYS, "case", _FINITE),
+    Row("router_aux_loss_coef", "loss", "loss", ALWAYS, rule=_FINITE),
+    Row("delta", "loss", "args", ALWAYS, "case", _POSITIVE._replace(none=True)),
+    Row("use_bias_correction_kl", "loss", "args", ALWAYS, "case"),
+    Row("sapo_temperature_neg sapo_temperature_pos", "loss", "args", ALWAYS, "case", _POSITIVE),
+    Row("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "loss", "args", ALWAYS, "case", _NOT_NEGATIVE),
+    Row("top_entropy_quantile", "loss", "loss", ALWAYS, "case", _QUANTILE),
     Row("use_adaptive_entropy", "loss", "loss", ALWAYS),
     Row("entropy_target entropy_coef_min entropy_coef_max entropy_coef_delta", "loss", "args", ALWAYS, rule=_FINITE),
     Row("sync_ref_model disable_dropout", "loss", resume=ALWAYS),
@@ -161,9 +162,11 @@ TABLE = (
     Row("dataloader_drop_last", "prompts", resume=ALWAYS, marks="keeps"),
     Row("bf16 fp16 full_determinism", "completions loss", resume=ALWAYS, marks="keeps"),
     Row("neftune_noise_alpha", "loss", resume=ALWAYS, marks="keeps"),
-    Row("max_grad_norm optim optim_args optim_target_modules", "optimizer", resume=ALWAYS, marks="keeps"),
-    Row("weight_decay adam_beta1 adam_beta2 adam_epsilon", "optimizer", resume=STATE, marks="keeps"),
-    Row("learning_rate", "schedule", resume=STATE, marks="keeps"),
+    Row("max_grad_norm", "optimizer", resume=ALWAYS, marks="keeps case"),
+    Row("optim optim_args optim_target_modules", "optimizer", resume=ALWAYS, marks="keeps"),
+    Row("weight_decay adam_beta1 adam_beta2", "optimizer", resume=STATE, marks="keeps"),
+    Row("adam_epsilon", "optimizer", resume=STATE, marks="keeps case"),
+    Row("learning_rate", "schedule", resume=STATE, marks="keeps case"),
     Row("num_train_epochs max_steps warmup_steps", "schedule", resume=ALWAYS, marks="keeps"),
     Row("lr_scheduler_type lr_scheduler_kwargs", "schedule", resume=ALWAYS, marks="keeps"),
     Row("per_device_train_batch_size gradient_accumulation_steps", "layout", marks="size"),
@@ -328,13 +331,9 @@ EXCLUDED = {
     },
     "sequence_parallel_size": {
         "other_form": "forward={forward!r} (only packs share their tokens)",
-        "bitwise_invariant": (
-            "bitwise_invariant=True (a weight's gradient is a sum over tokens, and each process rounds its part)"
-        ),
+        "bitwise_invariant": "bitwise_invariant=True (a gradient is a sum over tokens; each process rounds its part)",
         "deepspeed": "DeepSpeed (use FSDP2 or DDP)",
-        "rollout_lag": (
-            "rollout_lag={rollout_lag} (sampling ahead cannot exchange data between devices while training does)"
-        ),
+        "rollout_lag": "rollout_lag={rollout_lag} (sampling ahead cannot exchange data while training does)",
         "torch_compile": "torch_compile=True",
     },
     "rollout_lag": {

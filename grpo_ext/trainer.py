@@ -7,7 +7,7 @@ lists the overrides, and compares them with the installed TRL.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from .forward.fixed_models import use_fixed_models
 from .precision.loss_scaler import install_loss_scaler, reduce_in_float32
 from .rollouts.ahead import divide_threads
 from .rollouts.trl_methods import without_rows
+from .run.cases import Case
 from .run.rerun import Rerun, run_again
 from .runtime.attributes import temporarily_set, temporarily_set_each
 from .runtime.collectives import UsersAccelerator, leave_in_order
@@ -42,7 +43,7 @@ from .runtime.messages import show_messages
 from .runtime.tracebacks import hide_frames
 from .sampling.decoding import without_router_logits
 from .sampling.vllm_weights import starting_engine
-from .step.gradients import accumulating, replicate
+from .step.gradients import replicate
 from .step.inputs import LossInputs
 from .step.loss import assemble_loss
 from .step.settings import loss_config_of, next_entropy_coefficient
@@ -199,15 +200,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
-        completions = self._prepare_inputs(inputs)
-        for attempt in self._step_planner.attempts(model, completions):  # smaller where memory runs out
-            with attempt.running():
-                attempt.measure(self.model)  # the denominators, before any forward with gradients
-                sums = attempt.gradients, len(attempt.plan.micro_batches), self._forwards.collective_forward
-                with accumulating(self.accelerator, *sums) as backward:  # at its end one sum over the processes
-                    for micro_batch in self._with_events(attempt.micro_batches()):
-                        with self.accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
-                            backward(attempt.run(micro_batch), attempt.counts(micro_batch.part))
+        attempt = self._step_planner.add_gradients(model, self._prepare_inputs(inputs), self._with_events)
         values = log_values(attempt.plan, attempt.step.metrics, self._clock.pop_seconds())
         loss = self._log_step(values)
         attempt.end(loss)
@@ -392,9 +385,11 @@ class GRPOTrainer(trl.GRPOTrainer):
                 with self._keeper.running(checkpoint), contextlib.closing(self._rollouts):
                     return super().train(checkpoint, trial, ignore_keys_for_eval, **added)
 
-    def rerun(self, step: int, *, gradients: bool = False, call_rewards: bool = False) -> Rerun:
-        """Run a step of the run in `output_dir` again, instead of `train()`; see `run.rerun`."""
-        return run_again(self._view, step, gradients, call_rewards)
+    def rerun(
+        self, step: int, *, gradients: bool = False, call_rewards: bool = False, cases: Sequence[Case] = ()
+    ) -> Rerun:
+        """Run a step of the run in `output_dir` again, instead of `train()`; see `run.rerun`, and `run.cases`."""
+        return run_again(self._view, step, gradients, call_rewards, cases)
 
     def log(self, logs: dict[str, float], start_time: float | None = None, **added: Any) -> None:
         """Like TRL's method, with the loss scale, and the loss of the whole run summed exactly at its end."""

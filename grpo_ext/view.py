@@ -66,6 +66,7 @@ class TrainerView:
     eval_dataset: Any
     optimizer: Any
     lr_scheduler: Any
+    model_wrapped: Any  # as the loop calls it
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     get_tp_size: Callable[[], int]
@@ -185,7 +186,7 @@ class TrainerView:
     @property
     def teacher_model(self) -> Any:
         loop: Any = self._trainer  # without a coefficient the attribute belongs to a subclass
-        return None if self.args.teacher_kl_coef is None else loop.teacher_model
+        return None if self.args.teacher_kl_coef is None else getattr(loop, "teacher_model", None)
 
     @property
     def sharded(self) -> bool:
@@ -231,6 +232,10 @@ class TrainerView:
 
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return temporarily_set(self._trainer, _logs=table)
+
+    def having(self, attributes: dict[str, Any]) -> AbstractContextManager[None]:
+        """Inside, the trainer has other attributes, by TRL's names."""
+        return temporarily_set(self._trainer, **attributes)
 
     @contextmanager
     def assembled_for(self, args: GRPOConfig, callbacks: list[Any]) -> Iterator[tuple[Any, Any]]:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -138,9 +139,16 @@ class SettingsFile(TrainerCallback):
             Path(str(args.output_dir), RECIPE).write_text(text)
 
 
+def read_case(text: str) -> dict[str, Any]:
+    """The settings of `loss_type=grpo,beta=0.01`; the values of a list are separated by commas too."""
+    pairs = (part.partition("=") for part in re.split(r",(?=\w+=)", text))
+    return read_settings([word for name, _, value in pairs for word in (f"--{name}", *value.split(","))], (GRPOConfig,))
+
+
 def rerun(trainer: GRPOTrainer, script: ScriptArguments) -> NoReturn:
     """Run a step of the run in `output_dir` again; exit status 1 if it is not the same."""
-    result = trainer.rerun(int(script.rerun or 0), gradients=script.rerun_gradients, call_rewards=script.rerun_rewards)
+    options = {"gradients": script.rerun_gradients, "call_rewards": script.rerun_rewards}
+    result = trainer.rerun(int(script.rerun or 0), **options, cases=[*map(read_case, script.rerun_cases)])
     if trainer.accelerator.is_main_process:
         log(report_or_reason(result.folder))
     finish(trainer)
@@ -306,6 +314,8 @@ def main(argv: list[str]) -> None:
             training.output_dir = str(DEMO_FOLDER / DEMO_NAME)
         if script.rerun is None:
             check_output_dir(training)
+        for text in script.rerun_cases:
+            read_case(text)  # an unknown name is said before anything is loaded
         if unnamed:
             wanted, folder = training.resume_from_checkpoint, str(training.output_dir)
             training.output_dir = from_main_process(

@@ -253,7 +253,8 @@ def _batch_scaled(rewards_PG: torch.Tensor) -> torch.Tensor:
 
 
 # by TRL's `scale_rewards`
-_SCALED: dict[str, Estimator] = {"group": group_standardized, "none": group_centered, "batch": _batch_scaled}
+_SCALED: dict[Any, Estimator] = {"group": group_standardized, "none": group_centered, "batch": _batch_scaled}
+_SCALED |= {True: group_standardized, False: group_centered}
 
 
 def weighted_sum(rewards_BF: torch.Tensor, weights_F: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,8 @@ from ..settings import NOTED, resumes
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
+from .case_comparison import case_text
+from .cases import Case, Cases, attributes_of
 from .checkpoint import checkpoints, link, make_first, why_not_resumable
 from .diff import Changes, RunOnDisk, changes, compare_runs, listed, read_run, settings_of
 from .fingerprint import fingerprint_of
@@ -40,7 +42,7 @@ from .interrupts import InterruptWatch
 from .keeper import RunKeeper
 from .log import LineFile
 from .record import RERUNS, STEP, Record, finite, refuse_unknown
-from .trail import MOST_ENTRIES
+from .trail import MOST_ENTRIES, origins_of, rewards_of
 from .trail_comparison import SAME, Comparison
 
 _NEEDED = (DefaultFlowCallback, SyncRefModelCallback, ProgressCallback, PrinterCallback)
@@ -56,16 +58,18 @@ class Rerun:
     folder: Path
     steps: range  # those that ran again, the step that was asked for at the end
     comparison: Comparison  # with the run
+    cases: Sequence[Mapping[str, Any]] = ()  # what other settings would make of the step
 
     @property
     def text(self) -> str:
         which, found = _named(self.steps), self.comparison
-        if found.verdict not in SAME:
-            return f"{which}: not the same (A is the run, B the rerun).\n{found.text}"
-        sizes = f" (largest: {found.sizes})" if found.verdict == "rounding" else ""
-        known = found.weights_known >= self.steps[0]
-        weights = "" if known else "; weights were not compared, because the run has no digest of theirs here"
-        return f"{which}: {SAME[found.verdict]}{sizes}{weights}"
+        text = f"{which}: not the same (A is the run, B the rerun).\n{found.text}"
+        if found.verdict in SAME:
+            sizes = f" (largest: {found.sizes})" if found.verdict == "rounding" else ""
+            known = found.weights_known >= self.steps[0]
+            weights = "" if known else "; weights were not compared, because the run has no digest of theirs here"
+            text = f"{which}: {SAME[found.verdict]}{sizes}{weights}"
+        return "\n".join([text, *(case["text"] for case in self.cases)])
 
 
 @dataclass(frozen=True)
@@ -88,14 +92,15 @@ class Beginning:
         return again
 
 
-def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool) -> Rerun:
+def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool, cases: Sequence[Case] = ()) -> Rerun:
     """Run a step of the run in a trainer's `output_dir` again, token by token, and compare it with the run's record.
 
     Afterwards the weights are those after the step. Rewards are the run's, or with `call_rewards` computed again;
-    `gradients`: record that of each completion too.
+    `gradients`: record that of each completion too. `cases`: compare the step with what other settings would make it.
 
     Raises:
-        ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own.
+        ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own; or a case
+            has a setting that decides more than the loss and the update.
     """
     if not isinstance(step, int):
         raise ConfigError(f"step={step!r} is not a whole number.")
@@ -107,9 +112,12 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool)
         raise ConfigError(
             "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."
         )
+    for case in cases:
+        attributes_of(view, case)
     begun = from_main_process(view.accelerator, functools.partial(_beginning, view, step, call_rewards))
     with view.assembled_for(begun.arguments(view.args), _callbacks_of(view)) as (rollouts, planner):
-        return StepAgain(view, rollouts, planner).run(begun, gradients)
+        compared = Cases(view, rollouts, planner, cases, begun.run.record.rollouts)
+        return StepAgain(view, rollouts, planner, compared).run(begun, gradients)
 
 
 def _callbacks_of(view: TrainerView) -> list[Any]:
@@ -169,13 +177,14 @@ class StepAgain:
     view: TrainerView
     rollouts: Rollouts
     planner: StepPlanner
+    cases: Cases
 
     def run(self, beginning: Beginning, gradients: bool) -> Rerun:
         """Train to the last of the steps and record it; compare with the run's record."""
         record, accelerator = StepRecord(gradients), self.view.accelerator
         if not beginning.call_rewards:
             self.rollouts.worker.known_rewards = self._known_rewards(beginning.run.record)
-        self.view.add_callback(_Ending(beginning.steps[-1], self.planner, record))
+        self.view.add_callback(_Ending(beginning.steps[-1], self.planner, record, self.cases))
         try:
             self.view.train(resume_from_checkpoint=beginning.checkpoint)
             record.gather()
@@ -213,16 +222,18 @@ class StepAgain:
         before = dataclasses.replace(run.record, steps=until, starts=begun)
         comparison = compare_runs(dataclasses.replace(run, record=before), again)
         comparison.missing.clear()  # a rerun has no trail before its checkpoint
-        rerun = Rerun(folder, steps, comparison)
         values = again.record.steps[steps[-1]]["values"]
-        file = LineFile(folder / STEP)
-        about = {name: values.get(name) for name in ("loss", "grad_norm", "learning_rate")}
-        about |= {"verdict": comparison.verdict, "text": rerun.text, "layers": record.layers}
-        file.append({"step": steps[-1], **about})
-        origins = _origins(run.record.rollouts | again.record.rollouts, steps[-1], self.view.geometry.global_batch_size)
-        if len(origins) != len(record.rollout):  # unknown, or an override has changed the rows
+        file, size = LineFile(folder / STEP), self.view.geometry.global_batch_size
+        part, batch = origins_of(run.record.rollouts | again.record.rollouts, steps[-1], size)
+        if len(origins := batch[part]) != len(record.rollout):  # unknown, or an override has changed the rows
             origins = [{} for _ in record.rollout["completion_ids"]]
-        for line in self._lines(record, origins):
+        lines = list(self._lines(record, origins))
+        cases = [compared | {"text": case_text(compared, lines)} for compared in self.cases.compared]
+        rerun = Rerun(folder, steps, comparison, cases)
+        about = {name: values.get(name) for name in ("loss", "grad_norm", "learning_rate")}
+        about |= {"verdict": comparison.verdict, "text": rerun.text, "layers": record.layers, "cases": cases}
+        file.append({"step": steps[-1], **about})
+        for line in lines:
             file.append(line)
         logger.info(f"{rerun.text}\nAll that the step computed: {folder / STEP}. The trainer has the weights after it.")
         return rerun
@@ -257,10 +268,17 @@ class _Ending(TrainerCallback):
     step: int
     planner: StepPlanner
     record: StepRecord
+    cases: Cases
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.step:
             self.planner.record = self.record
+            view = self.planner.view
+            self.cases.start = {"entropy_coef": view.entropy_coef, "_last_world_entropy": view.last_entropy}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step and self.cases.cases:
+            self.cases.run(self.record)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = True  # each step by itself
@@ -293,22 +311,4 @@ def _rewards_of(part: Mapping[str, Any], completions: Sequence[tuple[str, str]],
     known = len(part["completions"]) == len(completions) and len(part["rewards"]) == functions
     if not known or not all(one in pair for one, pair in zip(part["completions"], completions, strict=True)):
         return None
-    columns = part["rewards"].values()
-    return torch.tensor([[math.nan if value is None else value for value in values] for values in columns]).T
-
-
-def _origins(rollouts: Mapping[int, dict[str, Any]], step: int, size: int) -> list[dict[str, Any]]:
-    """The prompt's row, the generation and the rewards of each completion of a step; empty where the trail sums up."""
-    first = max((number for number in rollouts if number <= step), default=0)
-    made, line = list[dict[str, Any]](), rollouts.get(first, {"rounds": (), "chosen": None})
-    for part in line["rounds"]:
-        if part["count"] != len(part["completions"]):
-            return []
-        for place in range(part["count"]):
-            prompt, generation = divmod(place, part["group"])
-            number = part["rows"][prompt] if prompt < len(part["rows"]) else None
-            rewards = {name: values[place] for name, values in part["rewards"].items()}
-            made.append({"row": number, "generation": generation, "rewards": rewards})
-    batch = made if line["chosen"] is None else [made[place] for place in line["chosen"]]
-    start = (step - first) % max(math.ceil(len(batch) / size), 1) * size
-    return batch[start : start + size]
+    return rewards_of(part["rewards"].values()).T

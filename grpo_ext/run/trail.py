@@ -5,7 +5,7 @@ loss, weights (`grpo-ext diff`). Digests are of 8 bytes and the same on every ma
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,3 +78,28 @@ def blocks(values: Sequence[Any]) -> list[Any]:
         return list(values)
     parts = [values[start : start + size] for start in range(0, len(values), size)]
     return [math.fsum(part) if isinstance(part[0], float) else digest(*map(repr, part)) for part in parts]
+
+
+def rewards_of(rows: Iterable[Any]) -> torch.Tensor:
+    """Rewards in a trail as a tensor, NaN where a function returned None."""
+    return torch.tensor([[math.nan if value is None else value for value in row] for row in rows])
+
+
+def origins_of(rollouts: Mapping[int, dict[str, Any]], step: int, size: int) -> tuple[slice, list[dict[str, Any]]]:
+    """The prompt's row, the generation and the rewards of each completion of a rollout batch, and which a step trains.
+
+    Empty where the trail sums up. `rollouts` are those of a record, `size` completions are in a step.
+    """
+    first = max((number for number in rollouts if number <= step), default=0)
+    made, line = list[dict[str, Any]](), rollouts.get(first, {"rounds": (), "chosen": None})
+    for part in line["rounds"]:
+        if part["count"] != len(part["completions"]):
+            return slice(0), []
+        for place in range(part["count"]):
+            prompt, generation = divmod(place, part["group"])
+            number = part["rows"][prompt] if prompt < len(part["rows"]) else None
+            rewards = {name: values[place] for name, values in part["rewards"].items()}
+            made.append({"row": number, "generation": generation, "rewards": rewards})
+    batch = made if line["chosen"] is None else [made[place] for place in line["chosen"]]
+    start = (step - first) % max(math.ceil(len(batch) / size), 1) * size
+    return slice(start, start + size), batch

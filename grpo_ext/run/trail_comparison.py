@@ -267,7 +267,7 @@ def _listed(step: int, stage: str, what: str, changed: dict[int, tuple[Any, Any]
     return Difference(step, stage, what, len(changed), len(of), error)
 
 
-def both(a: Any, b: Any) -> str:
+def both(a: Any, b: Any, between: str = " and ") -> str:
     """Two values, with as many digits as tell them apart."""
     texts = [[f"{v:.{digits}g}" if isinstance(v, float) else str(v) for v in (a, b)] for digits in range(4, 18)]
-    return " and ".join(next((text for text in texts if text[0] != text[1]), texts[0]))
+    return between.join(next((text for text in texts if text[0] != text[1]), texts[0]))

@@ -138,6 +138,8 @@ class Generation(MergingGeneration):
     def of(
         cls, generation: Any, versions: AdapterVersions | None, mask_bound: int | None, unfiltered: bool
     ) -> "Generation":
+        if isinstance(generation, cls):  # the trainer is assembled again, to run a step again
+            return generation
         # TRL's trainer starts the engine and has no argument for the class that does, so the attributes move to an
         # object of this one; `__init__` would start a second engine
         new = cls.__new__(cls)

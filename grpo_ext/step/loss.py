@@ -67,7 +67,7 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: LogProbs) ->
     shares_S = tokens.loss_S * weights_S
     loss = shares_S.sum()
     if step.record is not None:
-        step.record(cfg, micro_batch, batch, tokens, entropy=entropies_S, share=shares_S)
+        step.record(cfg, micro_batch, batch, tokens, entropies_S, shares_S)
     if cfg.entropy_coefficient is not None:
         metrics.add_total("policy_loss", loss)
         bonus = (entropies_S * active).sum()

@@ -32,7 +32,7 @@ from ..runtime.collectives import gather_lists, max_over_processes, raise_on_all
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
 from ..runtime.transfer import to_device
 from ..view import TrainerView
-from .gradients import FixedPointGradients, NativeGradients, refuse_gradient_hooks
+from .gradients import FixedPointGradients, NativeGradients, accumulating, refuse_gradient_hooks
 from .inputs import LossInputs, loss_columns
 from .record import StepRecord
 from .settings import StepSettings, step_settings_of
@@ -145,7 +145,7 @@ class Attempt:
             cause = explanation(self.planner.view.policy, modules, self.forwards.args.fp16)
             raise PrecisionError(f"the loss of step {self.number} is {loss}: {cause}.")
         if self.record is not None:
-            self.record.fill(self.planner.view.policy, self.forwards, self.rollout, self.plan, self.run, self.run_again)
+            self.record.fill(self)
 
     def run_again(self, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
         """Run the same step, perhaps cut differently, in the same form."""
@@ -218,6 +218,19 @@ class StepPlanner:
     def __post_init__(self) -> None:
         self.forwards, self.limits = self.rollouts.worker.forwards, self.rollouts.limits  # those of training
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
+
+    def add_gradients(self, model: Any, rollout: RolloutBatch, watched: Any = iter) -> Attempt:
+        """Run the micro-batches of a step, `watched` one by one; its gradient is in the parameters afterwards."""
+        accelerator, collective = self.forwards.accelerator, self.forwards.collective_forward
+        for attempt in self.attempts(model, rollout):  # smaller where memory runs out
+            with attempt.running():
+                attempt.measure(self.view.model)  # the denominators, before any forward with gradients
+                sums = attempt.gradients, len(attempt.plan.micro_batches), collective
+                with accumulating(accelerator, *sums) as backward:  # at its end one sum over the processes
+                    for micro_batch in watched(attempt.micro_batches()):
+                        with accelerator.accumulate(model):  # FSDP decides in the forward whether to reduce
+                            backward(attempt.run(micro_batch), attempt.counts(micro_batch.part))
+        return attempt
 
     def attempts(self, model: Any, rollout: RolloutBatch) -> Iterator[Attempt]:
         """Yield attempts, each with smaller micro-batches, until one fits into memory."""

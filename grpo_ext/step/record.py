@@ -14,11 +14,9 @@ from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
 from ..forward.columns import SAMPLER_LOGPS, TEACHER_LOGPS
-from ..forward.runner import ForwardRunner
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import full_tensor, gather_lists
 from .inputs import LossInputs
-from .statistics import StepPlan
 
 
 @dataclass
@@ -37,14 +35,27 @@ class StepRecord:
     moved: bool = False  # the weights are those after the step
 
     def add(
-        self, cfg: LossConfig, micro_batch: LossInputs, batch: TokenBatch, loss: TokenLoss, **others: torch.Tensor
+        self,
+        cfg: LossConfig,
+        micro_batch: LossInputs,
+        batch: TokenBatch,
+        loss: TokenLoss,
+        entropies_S: torch.Tensor,
+        shares_S: torch.Tensor,
     ) -> None:
-        """Record the tokens of a micro-batch: log-probabilities and entropies in nats, shares of the step's loss."""
+        """Record the tokens of a micro-batch: log-probabilities and entropies in nats, shares of the step's loss.
+
+        The coefficient of a token is the derivative of the loss, without entropy bonus and router term, with respect to
+        its log-probability: the gradient is the sum of coefficients times gradients of log-probabilities.
+        """
         rows, lengths = micro_batch.part.rows, micro_batch.rows.completions_B
         if not micro_batch.part.weight or len(rows) != len(lengths):
             return  # repeated to keep processes in step, or with rows of a user's override
-        clipped = [batch.spread(part).bool() for part in clip_indicators(cfg, loss, batch).values()]
+        clipped = [batch.mask_S < 0, *(batch.spread(p).bool() for p in clip_indicators(cfg, loss, batch).values())]
         clipped += [batch.spread(loss.outside_bounds_B1)] if loss.outside_bounds_B1 is not None else []
+        coefficients_S = torch.zeros_like(shares_S)
+        if shares_S.requires_grad:
+            (coefficients_S,) = torch.autograd.grad(shares_S.sum(), batch.logps_S, retain_graph=True)
         columns: dict[str, torch.Tensor | None] = {
             "mask": batch.mask_S.long(),
             "sampler": micro_batch.columns.get(SAMPLER_LOGPS, batch.sampling_logps_S),
@@ -53,8 +64,10 @@ class StepRecord:
             "ratio": batch.spread(loss.ratio),
             "kl": loss.kl_S,
             "teacher": micro_batch.columns.get(TEACHER_LOGPS),
-            "clipped": torch.stack(clipped).any(0) if clipped else None,
-            **others,
+            "clipped": torch.stack(clipped).any(0),
+            "entropy": entropies_S,
+            "share": shares_S,
+            "coefficient": coefficients_S,
         }
         if self.moved:
             columns = {"after": batch.logps_S}
@@ -64,17 +77,11 @@ class StepRecord:
                 of_row = None if part is None else part.tolist()
                 self.tokens.setdefault(row, {}).setdefault(name, of_row)  # the first: the step's own forward
 
-    def fill(
-        self,
-        policy: Any,
-        forwards: ForwardRunner,
-        rollout: RolloutBatch,
-        plan: StepPlan,
-        run: Callable[[LossInputs], torch.Tensor],  # computes a micro-batch's part of the loss
-        run_again: Callable[[Sequence[MicroBatch], Callable[[LossInputs], Any]], None],  # calls a function of each
-    ) -> None:
-        """Record gradients, which the parameters hold, and the completions that add nothing to the step."""
+    def fill(self, attempt: Any) -> None:
+        """Record gradients, which the parameters hold, and the completions that add nothing to an `Attempt`."""
+        forwards, rollout, plan = attempt.forwards, attempt.rollout, attempt.plan
         accelerator, scale, self.rollout = forwards.accelerator, 1.0, rollout
+        policy = accelerator.unwrap_model(attempt.model)
         if accelerator.scaler is not None:  # fp16
             scale = float(accelerator.scaler.get_scale())
         parameters = {name: p for name, p in policy.named_parameters() if p.grad is not None}
@@ -89,7 +96,7 @@ class StepRecord:
 
         def forward(parts: Sequence[MicroBatch]) -> None:
             with forwards.without_gradients(policy):
-                run_again(parts, run)
+                attempt.run_again(parts, attempt.run)
 
         forward(further)
         self.forward_again = lambda: forward([*plan.micro_batches, *further])
@@ -99,9 +106,8 @@ class StepRecord:
         of_step = [(parameter, parameter.grad) for parameter in parameters.values()]
 
         def backward(micro_batch: LossInputs) -> None:
-            for parameter, _ in of_step:
-                parameter.grad = None
-            (run(micro_batch) * scale).backward()
+            policy.zero_grad()
+            (attempt.run(micro_batch) * scale).backward()
             pairs = [(parameter.grad, gradient) for parameter, gradient in of_step if parameter.grad is not None]
             norm = sum(_dot(own, own) for own, _ in pairs) ** 0.5
             cosine = sum(_dot(*pair) for pair in pairs) / (norm * length) if norm and length else 0.0
@@ -109,7 +115,7 @@ class StepRecord:
 
         rows = [MicroBatch((row,)) for part in plan.micro_batches if part.weight for row in part.rows]
         try:
-            run_again(rows, backward)
+            attempt.run_again(rows, backward)
         finally:
             for parameter, gradient in of_step:
                 parameter.grad = gradient

@@ -254,6 +254,9 @@ def rerun(
     processes: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
     gradients: Annotated[bool, typer.Option("--gradients", help="Record the gradient of each completion too.")] = False,
     call_rewards: Annotated[bool, typer.Option("--call-rewards", help="Call the reward functions again.")] = False,
+    case: Annotated[
+        list[str] | None, typer.Option(help="Also compare it with other settings: loss_type=dr_grpo,beta=0.01.")
+    ] = None,
     script: Annotated[
         Path | None,
         typer.Option(help="The script that started the run, unless it is recipes/grpo.py."),
@@ -268,6 +271,7 @@ def rerun(
 
     flags = {"rerun": step, "rerun_gradients": gradients, "rerun_rewards": call_rewards}
     options = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    options += ["--rerun_cases", *case] if case else []
     raise typer.Exit(start(run, step, [*options, *context.args], processes, script))
 
 

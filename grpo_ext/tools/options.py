@@ -65,6 +65,9 @@ class ScriptArguments(DataArguments):
     rerun: int | None = setting("Instead of training: run this step of the run in output_dir again (grpo-ext rerun).")
     rerun_gradients: bool = setting("Rerun: record the gradient of each completion too.", default=False)
     rerun_rewards: bool = setting("Rerun: call the reward functions again.", default=False)
+    rerun_cases: list[str] = field(
+        default_factory=list, metadata={"help": "Rerun: also compare it with other settings: loss_type=grpo,beta=0.01."}
+    )
 
 
 def kinds_of_options() -> tuple[Any, ...]:

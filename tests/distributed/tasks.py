@@ -255,7 +255,8 @@ def step_again(folder: Path) -> tuple[str, dict[str, Any], list[dict[str, Any]]]
     """A step that ran again: the verdict, and what is recorded of the step and of its completions."""
     saves = {"max_steps": 4, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
     trainer_of(folder, **saves).train()
-    again = trainer_of(folder, **saves).rerun(3, gradients=True)
+    cases = [{"loss_type": "luspo"}, {"scale_rewards": "none"}, {"epsilon": 0.1}]
+    again = trainer_of(folder, **saves).rerun(3, gradients=True, cases=cases)
     about, *rows = map(json.loads, (again.folder / STEP).read_text().splitlines())
     return again.text, about, rows
 

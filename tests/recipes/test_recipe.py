@@ -157,13 +157,19 @@ def test_a_step_runs_again_with_the_settings_of_the_run(launch, own_task, tmp_pa
     recipe = json.loads((tmp_path / "run" / "recipe.json").read_text())
     (tmp_path / "settings.yaml").write_text(json.dumps(recipe["settings"]))
     again = ["--config", tmp_path / "settings.yaml", "--output_dir", tmp_path / "run", "--rerun", "3"]
-    output = launch(*again, "--per_device_train_batch_size", "1", "--rerun_gradients", "True").stdout
+    cases = ["--rerun_gradients", "True", "--rerun_cases", "epsilon=0.01", "loss_type=dr_grpo,reward_weights=-2"]
+    output = launch(*again, "--per_device_train_batch_size", "1", *cases).stdout
     assert re.search(r"Running step 3 .* from checkpoint-2, about \d+ s", output)
     assert re.search("step 3: the same (bits|up to rounding)", output)
     page = tmp_path / "run" / "rerun" / "step-3" / "report" / "index.html"
     assert f"Report: {page}" in output
     assert "step 3" in page.read_text()
+    for case in ("epsilon=0.01", "reward_weights=[-2.0], loss_type=dr_grpo"):  # no group has variance
+        sentence = f"{case}: no difference: gradient and update are the same in this step"
+        assert sentence in output
+        assert sentence in page.read_text()
     assert "no step 9" in launch(*again[:-1], "9", expect=2).stderr
+    assert "did you mean --epsilon?" in launch(*again, "--rerun_cases", "epsilno=0.01", expect=2).stderr
 
 
 @pytest.mark.full  # half a minute: two processes that import the libraries

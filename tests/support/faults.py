@@ -31,6 +31,7 @@ class Fault:
 
 
 ADVANTAGES = "tests/unit/algorithms/test_advantages.py"
+CASES = "tests/trainer/test_cases.py"
 CHECK = "tests/unit/tools/test_check.py"
 CHECKPOINTS = "tests/trainer/test_checkpoints.py"
 CHECKS = "tests/unit/test_checks.py"
@@ -190,6 +191,18 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     ],
     "checks/trainer.py": [
         ("if rows <= prompts:", "if rows < prompts:", "tests/trainer/test_bad_input.py -k parts_that")
+    ],
+    "step/record.py": [
+        ("torch.autograd.grad(shares_S.sum()", "torch.autograd.grad((shares_S**2).sum()", f"{CASES} -k arithmetic")
+    ],
+    "run/cases.py": [
+        ("view.having(self.start | attributes)", "view.having(attributes)", f"{CASES} -k adaptive"),
+        ("weight.data.copy_(before[name])", "pass", f"{CASES} -k bits"),
+        ("optimizer.load_state_dict(state)", "pass", f"{CASES} -k bits"),
+        ("(view.args.learning_rate or 1.0)", "1.0", f"{CASES} -k its_optimizer_makes"),
+    ],
+    "run/case_comparison.py": [
+        ("- apart**2) / (2 * one", "+ apart**2) / (2 * one", f"{CASES} -k opposite"),
     ],
     "step/loss.py": [
         ('cfg.beta != 0.0 and "ref_per_token_logps" not in columns', "False", "tests/trainer/test_hooks.py -k kl_term")

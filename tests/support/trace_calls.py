@@ -31,7 +31,7 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 # helpers that are called everywhere
 LEFT_OUT = ("errors.py", "loading.py", "compat.py", "view.py", "config.py", "runtime/", "batching/sizes.py")
 LEFT_OUT += ("algorithms/digests.py", "algorithms/exact.py", "forward/architecture.py")
-DEPTH = 3  # files below `training_step`
+DEPTH = 4  # files below `training_step`
 WIDTH = 50  # of a call with its indentation
 STEP = ("GRPOTrainer.training_step", "trainer.py")
 

@@ -72,6 +72,11 @@ def test_the_script_runs_where_it_ran_with_its_settings_and_further_options(run)
     assert (about["folder"], about["world"]) == (str(run.parent), None)
 
 
+def test_cases_are_handed_on(run):
+    assert rerun(run, "--case", "epsilon=0.3", "--case", "loss_type=dr_grpo,beta=0.01").exit_code == 0
+    assert " --rerun_cases epsilon=0.3 loss_type=dr_grpo,beta=0.01" in " ".join(started(run)["argv"])
+
+
 @pytest.mark.parametrize(("verdict", "status"), [("rounding", 0), ("few tokens", 1), ("different", 1)])
 def test_the_status_is_that_of_the_verdict_whatever_fails_later(run, monkeypatch, verdict, status):
     monkeypatch.setenv("VERDICT", verdict)

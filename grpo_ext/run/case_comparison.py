@@ -1,0 +1,68 @@
+"""A step as it was and with other settings, compared: gradients, updates, tokens; in numbers and in words.
+
+Differs from a comparison of trails, which estimates distances: norms are over all weights, in float64.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..settings import named
+from .trail_comparison import both
+
+Tensors = Mapping[str, torch.Tensor]  # by parameter
+ALL = "all weights"
+
+
+@dataclass
+class StepResult:
+    gradient: Tensors  # before clipping
+    update: Tensors  # what the optimizer makes of it
+    values: Mapping[str, float]  # as they are logged
+    tokens: Mapping[int, dict[str, Any]]  # of `StepRecord`
+
+
+def alike(run: Tensors, case: Tensors, groups: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """By group of parameters: the cosine, the case's norm over the run's, and that of the difference."""
+    norms, figures = dict[str, torch.Tensor](), {}
+    for name, group in groups.items():
+        one, other = run[name].double(), case[name].double()
+        parts = torch.stack([one.norm(), other.norm(), (one - other).norm()])
+        for key in (ALL, group):
+            norms[key] = parts.hypot(norms.get(key, parts * 0))
+    for key, values in norms.items():
+        one, other, apart = values.tolist()
+        cosine = (one**2 + other**2 - apart**2) / (2 * one * other or math.nan)
+        figures[key] = {"cosine": cosine, "ratio": other / (one or math.nan), "difference": apart / (one or 1.0)}
+    return figures
+
+
+def case_text(compared: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+    """A comparison in words; `lines` are what is recorded of the completions.
+
+    A gradient is the sum over tokens of coefficients times gradients of log-probabilities, which the cases share.
+    """
+    title, values = compared["title"], compared["values"]
+    moves = {what: compared[what] for what in ("gradient", "update")}
+    if not any(part[ALL]["difference"] for part in moves.values()):
+        never = compared["case"].keys() <= {*named("clip")} and not any(values.get("clip_ratio/region_mean", "unknown"))
+        reason = "the clip never binds" if never else "gradient and update are the same"
+        return f"{title}: no difference: {reason} in this step"
+    changed = (f"{name} {both(a, b, ' -> ')}" for name, (a, b) in values.items() if str(a) != str(b))
+    text = [f"{title}: {', '.join(changed)}"]
+    for group in moves["gradient"]:
+        figures = ("{} cosine {cosine:.4f}, norm x {ratio:.4g}".format(what, **of[group]) for what, of in moves.items())
+        text.append(f"  {group}: {'; '.join(figures)}")
+    # an override of the loss may have run other rows, which are not recorded
+    changes = [[abs(change) for change in line["tokens"].get(title, ())] for line in lines]
+    total = sum(map(sum, changes))
+    largest = sorted(
+        (pair for pair in zip(changes, lines, strict=True) if any(pair[0])), key=lambda pair: -sum(pair[0])
+    )
+    for sizes, line in largest[:3]:
+        token = line["tokens"]["text"][sizes.index(max(sizes))]
+        text.append(f"  {sum(sizes) / total:.0%} of the difference: {line['completion'][:60]!r}, most {token!r}")
+    return "\n".join(text)
