@@ -285,6 +285,10 @@ class GRPOConfig(trl.GRPOConfig):
 
     def __post_init__(self) -> None:
         self.check()
+        if self.bitwise_invariant:
+            if not torch.cuda.is_initialized():
+                os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
+            self.tf32 = False
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not torch.accelerator.is_available():
             # without use_cpu TRL refuses bfloat16, its default, and Accelerate lets each CPU process train alone as
@@ -329,9 +333,6 @@ class GRPOConfig(trl.GRPOConfig):
         check_ahead(settings)
         if self.bitwise_invariant:
             check_bitwise(settings)
-            if not torch.cuda.is_initialized():
-                os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
-            self.tf32 = False
 
     @property
     def replay(self) -> Replay:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import field
+from numbers import Real
 from threading import TIMEOUT_MAX
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Rule(NamedTuple):
     fits: Callable[[Any], bool] = lambda value: True
     least: int | None = None  # of a whole number, instead
     none: bool = False  # may be None
-    kind: Any = int | float  # of a value that may fit
+    kind: Any = Real  # of a value that may fit; numpy's numbers too
 
     def check(self, name: str, value: Any) -> None:
         if self.none and value is None:
@@ -52,7 +53,7 @@ class Row(NamedTuple):
     # "copied", "engine": a callback may not change it, because steps, the generation_config, or engines are built with
     # it. "to_vllm": an attribute of TRL's `VLLMGeneration`. "truncates": leaves out tokens. "limit": limits ratios.
     # "size": another name of a size. "once": not passed on to a rerun. "unmeasured": not in a `plan --measure`.
-    # "part": of the fingerprint, beside the settings. "case": a rerun may try it. "clip": bounds of ratios
+    # "part": of the fingerprint, beside the settings. "case": a rerun may try it
     marks: str = ""
     rule: Rule | None = None
 
@@ -67,6 +68,7 @@ _POSITIVE = Rule("a number above 0", lambda value: 0 < value < math.inf)
 _NOT_NEGATIVE = Rule("0 or more", lambda value: 0 <= value < math.inf)
 _BOUND = Rule("0 or more", lambda value: value >= 0, none=True)
 _FINITE = Rule("a finite number", math.isfinite, none=True)
+_NUMBER = Rule("a number", lambda value: not math.isnan(value), none=True)
 _LOW = Rule("a ratio of 0 or more, below 1 (SkyRL: 0.99)", lambda value: 0 <= value < 1, none=True)
 _HIGH = Rule("a ratio above 1 (SkyRL: 1.01)", lambda value: 1 < value < math.inf, none=True)
 _SHARE = Rule("a number above 0, below 1", lambda value: 0 < value < 1, none=True)
@@ -74,7 +76,6 @@ _QUANTILE = Rule("a number from 0 to 1", lambda value: 0 <= value <= 1)
 _SWITCH = Rule("True or False", lambda value: isinstance(value, bool))
 _TOP_P = Rule("a number above 0, at most 1", lambda value: 0 < value <= 1)
 _AGGREGATION = _one_of("sum_then_normalize", "normalize_then_sum")
-_COEF = Rule("a number above 0, or None for 1 with a teacher", lambda value: 0 < value < math.inf, none=True)
 
 TABLE = (
     # ---- This package: what the run means
@@ -94,7 +95,7 @@ TABLE = (
     Row("routing_replay", "loss", resume=ALWAYS, marks="unlike_trl", rule=_SWITCH),
     Row("teacher_model", "loss", marks="unlike_trl unmeasured"),
     Row("teacher_model_init_kwargs", "loss"),
-    Row("teacher_kl_coef", "loss", "args", ALWAYS, "unlike_trl keeps case", _COEF),
+    Row("teacher_kl_coef", "loss", "args", ALWAYS, "unlike_trl keeps case", _POSITIVE._replace(none=True)),
     Row("bitwise_invariant", "completions loss", resume=ALWAYS),
     Row("canonical_unit_size forward float32_weight_gradients", "loss", resume=BITWISE),
     Row("skip_zero_contribution", "loss", "args", BITWISE, "case"),
@@ -138,10 +139,11 @@ TABLE = (
     Row("vllm_importance_sampling_cap", "loss", "rollout", ALWAYS, rule=_BOUND),
     Row("beta", "loss", "loss", ALWAYS, "case", _NOT_NEGATIVE),
     Row("loss_type", "loss", "loss", ALWAYS, "keeps case"),
-    Row("epsilon", "loss", "loss", ALWAYS, "keeps case clip", _BOUND._replace(none=False)),
-    Row("epsilon_high", "loss", "loss", ALWAYS, "keeps case clip", _BOUND),
+    Row("epsilon", "loss", "loss", ALWAYS, "keeps case", _BOUND._replace(none=False)),
+    Row("epsilon_high", "loss", "loss", ALWAYS, "keeps case", _BOUND),
     Row("importance_sampling_level", "loss", "loss", ALWAYS, "case"),
-    Row("off_policy_mask_threshold entropy_coef", "loss", "loss", ALWAYS, "case", _FINITE),
+    Row("off_policy_mask_threshold", "loss", "loss", ALWAYS, "case", _FINITE),
+    Row("entropy_coef", "loss", "loss", ALWAYS, "case", _FINITE._replace(none=False)),
     Row("router_aux_loss_coef", "loss", "loss", ALWAYS, rule=_FINITE),
     Row("delta", "loss", "args", ALWAYS, "case", _POSITIVE._replace(none=True)),
     Row("use_bias_correction_kl", "loss", "args", ALWAYS, "case"),
@@ -149,7 +151,8 @@ TABLE = (
     Row("vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg", "loss", "args", ALWAYS, "case", _NOT_NEGATIVE),
     Row("top_entropy_quantile", "loss", "loss", ALWAYS, "case", _QUANTILE),
     Row("use_adaptive_entropy", "loss", "loss", ALWAYS),
-    Row("entropy_target entropy_coef_min entropy_coef_max entropy_coef_delta", "loss", "args", ALWAYS, rule=_FINITE),
+    Row("entropy_target entropy_coef_min entropy_coef_max", "loss", "args", ALWAYS, rule=_NUMBER),
+    Row("entropy_coef_delta", "loss", "args", ALWAYS, rule=_FINITE),
     Row("sync_ref_model disable_dropout", "loss", resume=ALWAYS),
     Row("ref_model_mixup_alpha", "loss", resume=ALWAYS, rule=_QUANTILE),
     Row("ref_model_sync_steps", "loss", resume=ALWAYS, rule=Rule(least=1)),
@@ -295,8 +298,7 @@ def most_kept(filters: Settings) -> int | None:
 # ---- Settings that exclude each other -------------------------------------------------------------------------------
 
 
-# by setting: a fact that excludes it, which is a setting or what a caller knows, and the text of the error, a format of
-# the facts with the reason
+# by setting: facts that exclude it (settings, or what a caller knows), and the text of the error, a format of facts
 EXCLUDED = {
     "bitwise_invariant": {
         "fsdp": "FSDP (gradients are reduced as floating point numbers)",

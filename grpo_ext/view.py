@@ -4,9 +4,9 @@ Components are built from the parts of a view. Settings are read through it wher
 callbacks may change them: those of a rollout batch when it begins, those of the loss at each loss.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -186,7 +186,7 @@ class TrainerView:
     @property
     def teacher_model(self) -> Any:
         loop: Any = self._trainer  # without a coefficient the attribute belongs to a subclass
-        return None if self.args.teacher_kl_coef is None else getattr(loop, "teacher_model", None)
+        return None if self.args.teacher_kl_coef is None else loop.teacher_model
 
     @property
     def sharded(self) -> bool:
@@ -232,6 +232,24 @@ class TrainerView:
 
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return temporarily_set(self._trainer, _logs=table)
+
+    def unlogged(self) -> AbstractContextManager[None]:
+        """Inside, what an override logs is left out."""
+        logs = {"_metrics": self.metrics, "_logs": self.logs}
+        return temporarily_set(self._trainer, **deepcopy(logs))
+
+    def attributes_for(self, args: GRPOConfig, names: Collection[str]) -> dict[str, Any]:
+        """`args`, and the attributes that TRL's constructor makes of these settings."""
+        attributes = {name: getattr(args, name) for name in names if hasattr(self._trainer, name)} | {"args": args}
+        if {"epsilon", "epsilon_high"} & {*names}:
+            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+            attributes |= {"epsilon_low": args.epsilon, "epsilon_high": high}
+        if "reward_weights" in names:
+            weights = args.reward_weights or [1.0] * len(self.reward_funcs)
+            attributes["reward_weights"] = torch.tensor(weights, dtype=torch.float32)
+        if "entropy_coef" in names:
+            attributes["_entropy_bonus_enabled"] = args.use_adaptive_entropy or args.entropy_coef != 0.0
+        return attributes
 
     def having(self, attributes: dict[str, Any]) -> AbstractContextManager[None]:
         """Inside, the trainer has other attributes, by TRL's names."""

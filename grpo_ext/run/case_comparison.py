@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..settings import named
+from ..algorithms.digests import layer_groups
 from .trail_comparison import both
 
 Tensors = Mapping[str, torch.Tensor]  # by parameter
@@ -20,15 +20,17 @@ ALL = "all weights"
 @dataclass
 class StepResult:
     gradient: Tensors  # before clipping
+    clipped: Tensors
+    norm: float  # of the gradient before clipping
     update: Tensors  # what the optimizer makes of it
     values: Mapping[str, float]  # as they are logged
     tokens: Mapping[int, dict[str, Any]]  # of `StepRecord`
 
 
-def alike(run: Tensors, case: Tensors, groups: Mapping[str, str]) -> dict[str, dict[str, float]]:
+def alike(run: Tensors, case: Tensors) -> dict[str, dict[str, float]]:
     """By group of parameters: the cosine, the case's norm over the run's, and that of the difference."""
     norms, figures = dict[str, torch.Tensor](), {}
-    for name, group in groups.items():
+    for name, group in layer_groups(run).items():
         one, other = run[name].double(), case[name].double()
         parts = torch.stack([one.norm(), other.norm(), (one - other).norm()])
         for key in (ALL, group):
@@ -45,11 +47,15 @@ def case_text(compared: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -
 
     A gradient is the sum over tokens of coefficients times gradients of log-probabilities, which the cases share.
     """
-    title, values = compared["title"], compared["values"]
+    if "reason" in compared:
+        return f"{compared['title']}: not compared: {compared['reason']}"
+    title, values, noise = compared["title"], compared["values"], compared["noise"]
     moves = {what: compared[what] for what in ("gradient", "update")}
-    if not any(part[ALL]["difference"] for part in moves.values()):
-        never = compared["case"].keys() <= {*named("clip")} and not any(values.get("clip_ratio/region_mean", "unknown"))
-        reason = "the clip never binds" if never else "gradient and update are the same"
+    if all(part[ALL]["difference"] <= 2 * noise[what] for what, part in moves.items()):
+        clipped = [share for name, pair in values.items() if "clip_ratio" in name for share in pair]
+        never = compared["case"].keys() <= {"epsilon", "epsilon_high"} and clipped and not any(clipped)
+        same = "gradient and update are the same" + " up to rounding" * any(noise.values())
+        reason = "the clip never binds" if never else same
         return f"{title}: no difference: {reason} in this step"
     changed = (f"{name} {both(a, b, ' -> ')}" for name, (a, b) in values.items() if str(a) != str(b))
     text = [f"{title}: {', '.join(changed)}"]
@@ -57,7 +63,7 @@ def case_text(compared: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -
         figures = ("{} cosine {cosine:.4f}, norm x {ratio:.4g}".format(what, **of[group]) for what, of in moves.items())
         text.append(f"  {group}: {'; '.join(figures)}")
     # an override of the loss may have run other rows, which are not recorded
-    changes = [[abs(change) for change in line["tokens"].get(title, ())] for line in lines]
+    changes = [[abs(change) for change in line["cases"].get(title, ())] for line in lines]
     total = sum(map(sum, changes))
     largest = sorted(
         (pair for pair in zip(changes, lines, strict=True) if any(pair[0])), key=lambda pair: -sum(pair[0])

@@ -9,12 +9,13 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
 
-from ..algorithms.digests import layer_groups
-from ..errors import ConfigError, did_you_mean
+from ..config import GRPOConfig
+from ..errors import ConfigError, MemoryShortageError, PrecisionError, did_you_mean
 from ..forward.columns import ADVANTAGES
 from ..rollouts.batch import RolloutBatch
 from ..rollouts.settings import advantage_rule
@@ -26,42 +27,46 @@ from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
 from .case_comparison import ALL, StepResult, Tensors, alike
+from .rounding import ROUNDING, relative
 from .trail import origins_of, rewards_of
 
 Case = Mapping[str, Any]  # settings by name
+_CANNOT = ConfigError, MemoryShortageError, PrecisionError  # on all processes together
 
 
 def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
     """A trainer's attributes by TRL's names, with its `args`, in a case; a ConfigError for what a case cannot have."""
-    args, known = copy.copy(view.args), named("case")
+    args, known, groups = copy.copy(view.args), named("case"), getattr(view.optimizer, "param_groups", None)
     changes = (
         "a case has the step's completions, model and optimizer, and changes advantages, loss or the update's size"
     )
     for name, value in case.items():
         advantages = decides(name, "advantages") and name != "scale_rewards"
-        reasons = {
-            did_you_mean(name, known, changes, cutoff=0.8): name not in known,
-            "under FSDP, DeepSpeed or fp16 the gradient is in parts, or scaled": args.fp16
-            or shards_parameters(view.accelerator),
-            "the run has beta=0, and so no reference": name == "beta" and not view.beta,
-            "with dynamic_sampling it decides completions": advantages and args.dynamic_sampling,
-            "give one weight for each reward function": name == "reward_weights"
-            and len(value or ()) != len(view.reward_funcs),
-        }
-        for reason, applies in reasons.items():
+        teacherless = name == "teacher_kl_coef" and (value is None) == (view.teacher_model is not None)
+        epsilons = [args.adam_epsilon] if groups is None else [group.get("eps") for group in groups]
+        unweighted = name == "reward_weights" and value is not None
+        weights = len(value) if isinstance(value, list | tuple) and all(isinstance(w, Real) for w in value) else 0
+        reasons = [
+            (name not in known, did_you_mean(name, known, changes, cutoff=0.8)),
+            (
+                args.fp16 or shards_parameters(view.accelerator),
+                "under FSDP, DeepSpeed or fp16 the gradient is in parts, or scaled",
+            ),
+            (name == "beta" and not view.beta, "the run has beta=0, and so no reference"),
+            (teacherless, "it is a number with a teacher, and None without one"),
+            (advantages and args.dynamic_sampling, "with dynamic_sampling it decides completions"),
+            (unweighted and weights != len(view.reward_funcs), "give one weight for each reward function"),
+            (
+                name == "adam_epsilon" and args.adam_epsilon not in epsilons,
+                f"no group of parameters of the optimizer has the run's eps={args.adam_epsilon}",
+            ),
+        ]
+        for applies, reason in reasons:
             if applies:
                 raise ConfigError(f"{name}={value!r} cannot be a case of a step: {reason}")
     vars(args).update(case)
     args.check()
-    attributes = {name: getattr(args, name) for name in case if hasattr(view, name)} | {"args": args}
-    if {"epsilon", "epsilon_high"} & case.keys():
-        high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        attributes |= {"epsilon_low": args.epsilon, "epsilon_high": high}
-    if "reward_weights" in case:
-        attributes["reward_weights"] = torch.tensor(case["reward_weights"])
-    if "entropy_coef" in case:
-        attributes["_entropy_bonus_enabled"] = args.use_adaptive_entropy or args.entropy_coef != 0.0
-    return attributes
+    return view.attributes_for(args, case)
 
 
 @dataclass
@@ -77,70 +82,103 @@ class Cases:
     compared: list[Any] = field(default_factory=list)  # for each case; pairs are the run's and the case's
 
     def run(self, step: StepRecord) -> None:
-        """Compare a step, whose gradient the optimizer is about to get, with each case, and record its coefficients.
+        """Compare a step, whose clipped gradient the optimizer is about to get, with each case.
 
-        A ConfigError where the gradient, or advantages that a case changes, are other ones when computed again.
+        A case that cannot be compared has a "reason" instead.
         """
-        view, batch, size = self.view, step.rollout, len(step.rollout)
-        weights = {name: weight for name, weight in view.policy.named_parameters() if weight.requires_grad}
-        groups, gradient, held = layer_groups(weights), _gradients(weights), {p: p.grad for p in weights.values()}
-        run = self._run({"args": view.args}, weights, batch)
-        apart = alike(gradient, _gradients(weights), groups)[ALL]["difference"]
-        if not apart <= 1e-2:  # on GPUs kernels add in any order
+        weights = {name: weight for name, weight in self.view.policy.named_parameters() if weight.requires_grad}
+        of_step = {weight: weight.grad for weight in weights.values()}
+        for case in self.cases:
+            self.compared.append({"case": case, "title": ", ".join(f"{name}={value}" for name, value in case.items())})
+        try:
+            run, noise = self._as_it_was(step, weights)
+            for comparison in self.compared:
+                try:
+                    comparison |= {"noise": noise} | self._compare(comparison, step, weights, run)
+                except _CANNOT as error:
+                    comparison["reason"] = str(error)
+        except _CANNOT as error:
+            for comparison in self.compared:
+                comparison["reason"] = str(error)
+        finally:
+            for weight, gradient in of_step.items():
+                weight.grad = gradient
+
+    def _as_it_was(self, step: StepRecord, weights: Tensors) -> tuple[StepResult, dict[str, float]]:
+        """The step by the settings of the run, and how far its gradient and update are from what it made before."""
+        args, clipped = self.view.args, _gradients(weights)
+        update = self._update(weights, args)
+        run = self._run({"args": args}, weights, step.rollout)
+        noise = {
+            "gradient": alike(clipped, run.clipped)[ALL]["difference"],
+            "update": alike(update, run.update)[ALL]["difference"],
+        }
+        apart = noise["gradient"] + relative(step.norm, run.norm, least=0.0)  # clipping hides a factor
+        if not apart <= ROUNDING["gradient again"][args.bf16]:
             raise ConfigError(
                 f"the gradient of the step differs by {apart:.1e} of its norm when it is computed again (a random "
                 "loss, or an override of training_step), so a case cannot be compared with it."
             )
-        follows = torch.equal(self._advantages(size), torch.hstack([*batch[ADVANTAGES]]))
-        for case in self.cases:
-            attributes, changed = attributes_of(view, case), batch
+        return run, noise
+
+    def _compare(
+        self, comparison: Mapping[str, Any], step: StepRecord, weights: Tensors, run: StepResult
+    ) -> dict[str, Any]:
+        view, batch, case = self.view, step.rollout, comparison["case"]
+        attributes, size = attributes_of(view, case), len(batch)
+        if any(decides(name, "advantages") for name in case):
+            if not torch.equal(self._advantages(size), torch.hstack([*batch[ADVANTAGES]])):
+                called = self.rollouts.worker.known_rewards is None
+                again = "the reward functions gave others when they were called again, " if called else ""
+                raise ConfigError(
+                    f"it changes advantages, and those of this step do not follow from the rewards in the record: "
+                    f"{again}an override made them, or the record has sums (of more than 1,024 completions)."
+                )
             with view.having(attributes):
-                if follows:
-                    changed = batch.having(ADVANTAGES, self._advantages(size))
-                elif any(decides(name, "advantages") for name in case):
-                    raise ConfigError(
-                        f"{case} changes advantages, and those of this step do not follow from the rewards in the "
-                        "record: an override made them, or the record has sums (of more than 1,024 completions)."
-                    )
-            other = self._run(attributes, weights, changed)
-            title = ", ".join(f"{name}={value}" for name, value in case.items())
-            self.compared.append(
-                {
-                    "case": case,
-                    "title": title,
-                    "gradient": alike(run.gradient, other.gradient, groups),
-                    "update": alike(run.update, other.update, groups),
-                    "values": {name: [run.values.get(name), value] for name, value in other.values.items()},
-                }
-            )
-            for row, columns in step.tokens.items():  # those of this process
-                pairs = zip(*(part.tokens[row]["coefficient"] for part in (run, other)), strict=True)
-                columns[title] = [after - before for before, after in pairs]
-        for weight, of_step in held.items():
-            weight.grad = of_step
+                batch = batch.having(ADVANTAGES, self._advantages(size))
+        other = self._run(attributes, weights, batch)
+        for row in step.tokens:  # those of this process
+            pairs = zip(*(part.tokens[row]["coefficient"] for part in (run, other)), strict=True)
+            step.cases.setdefault(row, {})[comparison["title"]] = [after - before for before, after in pairs]
+        return {
+            "gradient": alike(run.gradient, other.gradient),
+            "update": alike(run.update, other.update),
+            "values": {name: [run.values.get(name), value] for name, value in other.values.items()},
+        }
 
     def _run(self, attributes: dict[str, Any], weights: Tensors, batch: RolloutBatch) -> StepResult:
         """The step of these completions by these attributes of the trainer; the weights stay as they are."""
         view, record, args = self.view, StepRecord(with_gradients=False), attributes["args"]
         view.policy.zero_grad()
-        with view.having(self.start | attributes), temporarily_set(self.planner, record=record):
+        with view.unlogged(), view.having(self.start | attributes), temporarily_set(self.planner, record=record):
             attempt = self.planner.add_gradients(view.model_wrapped, batch)
             values = attempt.step.metrics.reduce()
             attempt.end(values["loss"])
         record.gather()
-        gradient, before = _gradients(weights), {name: weight.detach().clone() for name, weight in weights.items()}
-        torch.nn.utils.clip_grad_norm_(weights.values(), args.max_grad_norm or math.inf)
-        optimizer, state = view.optimizer, copy.deepcopy(view.optimizer.state_dict())
+        gradient = {name: part.clone() for name, part in _gradients(weights).items()}
+        most = args.max_grad_norm or 0.0
+        norm = float(torch.nn.utils.clip_grad_norm_(weights.values(), most if most > 0 else math.inf))
+        return StepResult(gradient, _gradients(weights), norm, self._update(weights, args), values, record.tokens)
+
+    def _update(self, weights: Tensors, args: GRPOConfig) -> Tensors:
+        """What the optimizer makes of the gradient; weights and optimizer stay as they are."""
+        optimizer, before = self.view.optimizer, {name: weight.detach().clone() for name, weight in weights.items()}
+        state, groups = {**optimizer.state}, [{**group} for group in optimizer.param_groups]
+        optimizer.state.update({weight: copy.deepcopy(values) for weight, values in state.items()})
         for group in optimizer.param_groups:
-            group["lr"] *= args.learning_rate / (view.args.learning_rate or 1.0)  # the schedule's factor stays
-            if group.get("eps") == view.args.adam_epsilon:
+            # the schedule's factor stays
+            group["lr"] = group["lr"] * (args.learning_rate / (self.view.args.learning_rate or 1.0))
+            if group.get("eps") == self.view.args.adam_epsilon:
                 group["eps"] = args.adam_epsilon
         optimizer.step()
-        optimizer.load_state_dict(state)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for group, values in zip(optimizer.param_groups, groups, strict=True):
+            group.update(values)
         update = {name: weight.detach() - before[name] for name, weight in weights.items()}
         for name, weight in weights.items():
             weight.data.copy_(before[name])
-        return StepResult(gradient, update, values, record.tokens)
+        return update
 
     def _advantages(self, size: int) -> torch.Tensor:
         """The advantages of the step by the settings of now; none where the record has no rewards of its rollout."""
@@ -153,5 +191,5 @@ class Cases:
 
 
 def _gradients(weights: Tensors) -> dict[str, torch.Tensor]:
-    """Copies; zero for a weight that does not take part."""
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in weights.items()}
+    """Zero for a weight that does not take part."""
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in weights.items()}

@@ -258,6 +258,7 @@ class StepAgain:
                 "share": None if tokens.get("share") is None else math.fsum(tokens["share"] or ()),
                 "gradient": record.gradients.get(place),
                 "tokens": {"ids": ids, "text": list(map(text_of, ids)), **tokens},
+                "cases": {title: changes[:length] for title, changes in record.cases.get(place, {}).items()},
             }
 
 

@@ -18,6 +18,7 @@ ROUNDING = {
     # the first gradient, of the same weights and completions. bfloat16 has 8 bits: when forwards rounded differently,
     # gradients differed by up to 5e-2; most faults cause larger errors (docs/tools.md)
     "gradient": (1e-5, 0.1),
+    "gradient again": (1e-2, 1e-2),  # of one step, computed twice: on GPUs kernels add in any order
 }
 # Float32 has 24 bits, and two orders of summation change a gradient by 1e-7 to 5e-6 of its norm (measured: the demo,
 # SmolLM2-135M). The smallest fault that was measured, an entropy bonus that is a mean of means, changes it by 2e-4.

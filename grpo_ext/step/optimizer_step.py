@@ -8,7 +8,7 @@ and plans attempts with them; `training_step` runs them.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -145,13 +145,14 @@ class Attempt:
             cause = explanation(self.planner.view.policy, modules, self.forwards.args.fp16)
             raise PrecisionError(f"the loss of step {self.number} is {loss}: {cause}.")
         if self.record is not None:
-            self.record.fill(self)
+            policy = self.planner.view.policy
+            self.record.fill(self.rollout, self.plan, self.forwards, policy, self.run, self.run_again)
 
     def run_again(self, parts: Sequence[MicroBatch], run: Callable[[LossInputs], Any]) -> None:
         """Run the same step, perhaps cut differently, in the same form."""
         again = replace(self, plan=replace(self.plan, micro_batches=parts), gradients=None)
         again.step = self.step
-        with again.running():
+        with self.planner.view.unlogged(), again.running():
             for micro_batch in again.micro_batches():
                 run(micro_batch)
         if again.shortage is not None:
@@ -165,6 +166,8 @@ class Attempt:
 
         The completions run one by one again, to find those that it comes from. In fp16 the loss scaler decides.
         """
+        if self.record is not None:
+            self.record.norm = norm
         # DeepSpeed reports such a norm as -1 or infinity
         if norm is None or 0 <= norm < math.inf or self.forwards.accelerator.mixed_precision == "fp16":
             return
@@ -219,7 +222,12 @@ class StepPlanner:
         self.forwards, self.limits = self.rollouts.worker.forwards, self.rollouts.limits  # those of training
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
 
-    def add_gradients(self, model: Any, rollout: RolloutBatch, watched: Any = iter) -> Attempt:
+    def add_gradients(
+        self,
+        model: Any,
+        rollout: RolloutBatch,
+        watched: Callable[[Iterator[LossInputs]], Iterable[LossInputs]] = iter,
+    ) -> Attempt:
         """Run the micro-batches of a step, `watched` one by one; its gradient is in the parameters afterwards."""
         accelerator, collective = self.forwards.accelerator, self.forwards.collective_forward
         for attempt in self.attempts(model, rollout):  # smaller where memory runs out

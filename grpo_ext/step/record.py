@@ -14,9 +14,11 @@ from ..algorithms.digests import layer_of
 from ..algorithms.losses import LossConfig, TokenBatch, TokenLoss, clip_indicators
 from ..batching.micro_batches import MicroBatch
 from ..forward.columns import SAMPLER_LOGPS, TEACHER_LOGPS
+from ..forward.runner import ForwardRunner
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import full_tensor, gather_lists
 from .inputs import LossInputs
+from .statistics import StepPlan
 
 
 @dataclass
@@ -29,6 +31,9 @@ class StepRecord:
     layers: dict[str, float] = field(default_factory=dict)  # norms of their gradients, before clipping
     # by row of the step: the norm of the completion's own gradient, and its cosine with the gradient of the step
     gradients: dict[int, dict[str, float]] = field(default_factory=dict)
+    # by row of the step: by the title of a case, how far it changes each token's coefficient
+    cases: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    norm: float | None = None  # of the gradient before clipping
     rollout: RolloutBatch = field(init=False)  # the completions of the step, those of all processes
     # once the gradient is there: runs all completions of this process again, without gradients
     forward_again: Callable[[], None] = lambda: None
@@ -51,7 +56,7 @@ class StepRecord:
         rows, lengths = micro_batch.part.rows, micro_batch.rows.completions_B
         if not micro_batch.part.weight or len(rows) != len(lengths):
             return  # repeated to keep processes in step, or with rows of a user's override
-        clipped = [batch.mask_S < 0, *(batch.spread(p).bool() for p in clip_indicators(cfg, loss, batch).values())]
+        clipped = [batch.spread(part).bool() for part in clip_indicators(cfg, loss, batch).values()]
         clipped += [batch.spread(loss.outside_bounds_B1)] if loss.outside_bounds_B1 is not None else []
         coefficients_S = torch.zeros_like(shares_S)
         if shares_S.requires_grad:
@@ -64,7 +69,7 @@ class StepRecord:
             "ratio": batch.spread(loss.ratio),
             "kl": loss.kl_S,
             "teacher": micro_batch.columns.get(TEACHER_LOGPS),
-            "clipped": torch.stack(clipped).any(0),
+            "clipped": torch.stack(clipped).any(0) if clipped else None,
             "entropy": entropies_S,
             "share": shares_S,
             "coefficient": coefficients_S,
@@ -77,11 +82,17 @@ class StepRecord:
                 of_row = None if part is None else part.tolist()
                 self.tokens.setdefault(row, {}).setdefault(name, of_row)  # the first: the step's own forward
 
-    def fill(self, attempt: Any) -> None:
-        """Record gradients, which the parameters hold, and the completions that add nothing to an `Attempt`."""
-        forwards, rollout, plan = attempt.forwards, attempt.rollout, attempt.plan
+    def fill(
+        self,
+        rollout: RolloutBatch,
+        plan: StepPlan,
+        forwards: ForwardRunner,
+        policy: Any,
+        run: Callable[[LossInputs], torch.Tensor],
+        run_again: Callable[[Sequence[MicroBatch], Callable[[LossInputs], Any]], None],
+    ) -> None:
+        """Record gradients, which the parameters hold, and the completions that add nothing to the step."""
         accelerator, scale, self.rollout = forwards.accelerator, 1.0, rollout
-        policy = accelerator.unwrap_model(attempt.model)
         if accelerator.scaler is not None:  # fp16
             scale = float(accelerator.scaler.get_scale())
         parameters = {name: p for name, p in policy.named_parameters() if p.grad is not None}
@@ -96,7 +107,7 @@ class StepRecord:
 
         def forward(parts: Sequence[MicroBatch]) -> None:
             with forwards.without_gradients(policy):
-                attempt.run_again(parts, attempt.run)
+                run_again(parts, run)
 
         forward(further)
         self.forward_again = lambda: forward([*plan.micro_batches, *further])
@@ -107,7 +118,7 @@ class StepRecord:
 
         def backward(micro_batch: LossInputs) -> None:
             policy.zero_grad()
-            (attempt.run(micro_batch) * scale).backward()
+            (run(micro_batch) * scale).backward()
             pairs = [(parameter.grad, gradient) for parameter, gradient in of_step if parameter.grad is not None]
             norm = sum(_dot(own, own) for own, _ in pairs) ** 0.5
             cosine = sum(_dot(*pair) for pair in pairs) / (norm * length) if norm and length else 0.0
@@ -115,15 +126,16 @@ class StepRecord:
 
         rows = [MicroBatch((row,)) for part in plan.micro_batches if part.weight for row in part.rows]
         try:
-            attempt.run_again(rows, backward)
+            run_again(rows, backward)
         finally:
             for parameter, gradient in of_step:
                 parameter.grad = gradient
 
     def gather(self) -> None:
         """Take what the other processes have recorded; a collective."""
-        for tokens, gradients in gather_lists([(self.tokens, self.gradients)]):
+        for tokens, gradients, cases in gather_lists([(self.tokens, self.gradients, self.cases)]):
             self.tokens |= tokens
+            self.cases |= cases
             self.gradients |= gradients
 
 

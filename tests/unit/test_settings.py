@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parents[2] / "grpo_ext"
 FIELDS = {spec.name for spec in dataclasses.fields(GRPOConfig)}
 ROWS = [name for row in TABLE for name in row.names.split()]
 MARKS = {*("keeps", "unlike_trl", "planned", "copied", "engine", "to_vllm", "truncates", "limit", "size", "once")}
-MARKS |= {"part", "unmeasured", "case", "clip"}
+MARKS |= {"part", "unmeasured", "case"}
 MOST = 2  # names of settings in a list elsewhere
 
 
