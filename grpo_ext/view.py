@@ -235,8 +235,7 @@ class TrainerView:
 
     def unlogged(self) -> AbstractContextManager[None]:
         """Inside, what an override logs is left out."""
-        logs = {"_metrics": self.metrics, "_logs": self.logs}
-        return temporarily_set(self._trainer, **deepcopy(logs))
+        return temporarily_set(self._trainer, **deepcopy({"_metrics": self.metrics, "_logs": self.logs}))
 
     def attributes_for(self, args: GRPOConfig, names: Collection[str]) -> dict[str, Any]:
         """`args`, and the attributes that TRL's constructor makes of these settings."""

@@ -6,10 +6,10 @@ alone, where two runs would also differ by the steps before. Everything is resto
 """
 
 import copy
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
@@ -31,21 +31,18 @@ from .rounding import ROUNDING, relative
 from .trail import origins_of, rewards_of
 
 Case = Mapping[str, Any]  # settings by name
-_CANNOT = ConfigError, MemoryShortageError, PrecisionError  # on all processes together
 
 
 def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
     """A trainer's attributes by TRL's names, with its `args`, in a case; a ConfigError for what a case cannot have."""
-    args, known, groups = copy.copy(view.args), named("case"), getattr(view.optimizer, "param_groups", None)
+    args, known = copy.copy(view.args), named("case")
+    groups = getattr(view.optimizer, "param_groups", [{"eps": args.adam_epsilon}])  # the loop may make it later
     changes = (
         "a case has the step's completions, model and optimizer, and changes advantages, loss or the update's size"
     )
     for name, value in case.items():
         advantages = decides(name, "advantages") and name != "scale_rewards"
-        teacherless = name == "teacher_kl_coef" and (value is None) == (view.teacher_model is not None)
-        epsilons = [args.adam_epsilon] if groups is None else [group.get("eps") for group in groups]
-        unweighted = name == "reward_weights" and value is not None
-        weights = len(value) if isinstance(value, list | tuple) and all(isinstance(w, Real) for w in value) else 0
+        weights = name == "reward_weights" and value is not None
         reasons = [
             (name not in known, did_you_mean(name, known, changes, cutoff=0.8)),
             (
@@ -53,18 +50,26 @@ def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
                 "under FSDP, DeepSpeed or fp16 the gradient is in parts, or scaled",
             ),
             (name == "beta" and not view.beta, "the run has beta=0, and so no reference"),
-            (teacherless, "it is a number with a teacher, and None without one"),
-            (advantages and args.dynamic_sampling, "with dynamic_sampling it decides completions"),
-            (unweighted and weights != len(view.reward_funcs), "give one weight for each reward function"),
             (
-                name == "adam_epsilon" and args.adam_epsilon not in epsilons,
-                f"no group of parameters of the optimizer has the run's eps={args.adam_epsilon}",
+                name == "teacher_kl_coef" and (value is None) == (view.teacher_model is not None),
+                "it is a number with a teacher, and None without one",
+            ),
+            (advantages and args.dynamic_sampling, "with dynamic_sampling it decides completions"),
+            (
+                weights and (not isinstance(value, list) or len(value) != len(view.reward_funcs)),
+                "give one weight for each reward function",
+            ),
+            (
+                name == "adam_epsilon" and all(group.get("eps") != args.adam_epsilon for group in groups),
+                f"the optimizer has no eps={args.adam_epsilon}",
             ),
         ]
         for applies, reason in reasons:
             if applies:
                 raise ConfigError(f"{name}={value!r} cannot be a case of a step: {reason}")
     vars(args).update(case)
+    scale: Any = args.scale_rewards
+    args.scale_rewards = {True: "group", False: "none"}.get(scale, scale)  # as TRL does
     args.check()
     return view.attributes_for(args, case)
 
@@ -81,40 +86,37 @@ class Cases:
     start: dict[str, float] = field(default_factory=dict)  # attributes of the trainer that the step itself moves
     compared: list[Any] = field(default_factory=list)  # for each case; pairs are the run's and the case's
 
+    @functools.cached_property
+    def weights(self) -> Tensors:
+        return {name: weight for name, weight in self.view.policy.named_parameters() if weight.requires_grad}
+
     def run(self, step: StepRecord) -> None:
         """Compare a step, whose clipped gradient the optimizer is about to get, with each case.
 
-        A case that cannot be compared has a "reason" instead.
+        A case that cannot be compared gets a "reason" instead.
         """
-        weights = {name: weight for name, weight in self.view.policy.named_parameters() if weight.requires_grad}
-        of_step = {weight: weight.grad for weight in weights.values()}
+        of_step = {weight: weight.grad for weight in self.weights.values()}
+        run_again = functools.cache(lambda: self._as_it_was(step))
         for case in self.cases:
-            self.compared.append({"case": case, "title": ", ".join(f"{name}={value}" for name, value in case.items())})
-        try:
-            run, noise = self._as_it_was(step, weights)
-            for comparison in self.compared:
-                try:
-                    comparison |= {"noise": noise} | self._compare(comparison, step, weights, run)
-                except _CANNOT as error:
-                    comparison["reason"] = str(error)
-        except _CANNOT as error:
-            for comparison in self.compared:
-                comparison["reason"] = str(error)
-        finally:
+            title = ", ".join(f"{name}={value}" for name, value in case.items())
+            compared: dict[str, Any] = {"case": case, "title": title}
+            try:
+                compared |= self._compare(case, title, step, *run_again())
+            except (ConfigError, MemoryShortageError, PrecisionError) as error:  # on all processes together
+                compared["reason"] = str(error)
+            self.compared.append(compared)
             for weight, gradient in of_step.items():
                 weight.grad = gradient
 
-    def _as_it_was(self, step: StepRecord, weights: Tensors) -> tuple[StepResult, dict[str, float]]:
-        """The step by the settings of the run, and how far its gradient and update are from what it made before."""
-        args, clipped = self.view.args, _gradients(weights)
-        update = self._update(weights, args)
-        run = self._run({"args": args}, weights, step.rollout)
-        noise = {
-            "gradient": alike(clipped, run.clipped)[ALL]["difference"],
-            "update": alike(update, run.update)[ALL]["difference"],
-        }
-        apart = noise["gradient"] + relative(step.norm, run.norm, least=0.0)  # clipping hides a factor
-        if not apart <= ROUNDING["gradient again"][args.bf16]:
+    def _as_it_was(self, step: StepRecord) -> tuple[StepResult, dict[str, float]]:
+        """The step by the settings of the run, and how far gradient and update are from those of the first time."""
+        args, clipped = self.view.args, self._gradients()
+        update = self._update(args)
+        run = self._run({"args": args}, step.rollout)
+        pairs = {"gradient": (clipped, run.clipped), "update": (update, run.update)}
+        noise = {what: alike(*pair)[ALL]["difference"] for what, pair in pairs.items()}
+        apart = max(noise["gradient"], relative(step.norm, run.norm, least=0.0))  # clipping hides a factor
+        if not apart <= ROUNDING["gradient again"][0]:
             raise ConfigError(
                 f"the gradient of the step differs by {apart:.1e} of its norm when it is computed again (a random "
                 "loss, or an override of training_step), so a case cannot be compared with it."
@@ -122,31 +124,30 @@ class Cases:
         return run, noise
 
     def _compare(
-        self, comparison: Mapping[str, Any], step: StepRecord, weights: Tensors, run: StepResult
+        self, case: Case, title: str, step: StepRecord, run: StepResult, noise: dict[str, float]
     ) -> dict[str, Any]:
-        view, batch, case = self.view, step.rollout, comparison["case"]
-        attributes, size = attributes_of(view, case), len(batch)
+        view, batch, attributes = self.view, step.rollout, attributes_of(self.view, case)
         if any(decides(name, "advantages") for name in case):
-            if not torch.equal(self._advantages(size), torch.hstack([*batch[ADVANTAGES]])):
-                called = self.rollouts.worker.known_rewards is None
-                again = "the reward functions gave others when they were called again, " if called else ""
+            if not torch.equal(self._advantages(len(batch)), torch.hstack([*batch[ADVANTAGES]])):
+                called = "" if self.rollouts.worker.known_rewards else "functions, called again, gave other rewards, "
                 raise ConfigError(
                     f"it changes advantages, and those of this step do not follow from the rewards in the record: "
-                    f"{again}an override made them, or the record has sums (of more than 1,024 completions)."
+                    f"{called}an override made them, or the record has sums (of more than 1,024 completions)."
                 )
             with view.having(attributes):
-                batch = batch.having(ADVANTAGES, self._advantages(size))
-        other = self._run(attributes, weights, batch)
+                batch = batch.having(ADVANTAGES, self._advantages(len(batch)))
+        other = self._run(attributes, batch)
         for row in step.tokens:  # those of this process
             pairs = zip(*(part.tokens[row]["coefficient"] for part in (run, other)), strict=True)
-            step.cases.setdefault(row, {})[comparison["title"]] = [after - before for before, after in pairs]
+            step.cases.setdefault(row, {})[title] = [after - before for before, after in pairs]
         return {
+            "noise": noise,
             "gradient": alike(run.gradient, other.gradient),
             "update": alike(run.update, other.update),
             "values": {name: [run.values.get(name), value] for name, value in other.values.items()},
         }
 
-    def _run(self, attributes: dict[str, Any], weights: Tensors, batch: RolloutBatch) -> StepResult:
+    def _run(self, attributes: dict[str, Any], batch: RolloutBatch) -> StepResult:
         """The step of these completions by these attributes of the trainer; the weights stay as they are."""
         view, record, args = self.view, StepRecord(with_gradients=False), attributes["args"]
         view.policy.zero_grad()
@@ -155,30 +156,35 @@ class Cases:
             values = attempt.step.metrics.reduce()
             attempt.end(values["loss"])
         record.gather()
-        gradient = {name: part.clone() for name, part in _gradients(weights).items()}
-        most = args.max_grad_norm or 0.0
-        norm = float(torch.nn.utils.clip_grad_norm_(weights.values(), most if most > 0 else math.inf))
-        return StepResult(gradient, _gradients(weights), norm, self._update(weights, args), values, record.tokens)
+        gradient, most = copy.deepcopy(self._gradients()), args.max_grad_norm or 0.0
+        # as in the Trainer, 0 or less: no clip
+        norm = float(torch.nn.utils.clip_grad_norm_(self.weights.values(), most if most > 0 else math.inf))
+        return StepResult(gradient, self._gradients(), norm, self._update(args), values, record.tokens)
 
-    def _update(self, weights: Tensors, args: GRPOConfig) -> Tensors:
+    def _update(self, args: GRPOConfig) -> Tensors:
         """What the optimizer makes of the gradient; weights and optimizer stay as they are."""
-        optimizer, before = self.view.optimizer, {name: weight.detach().clone() for name, weight in weights.items()}
+        optimizer, of_run = self.view.optimizer, self.view.args
+        before = {name: weight.detach().clone() for name, weight in self.weights.items()}
         state, groups = {**optimizer.state}, [{**group} for group in optimizer.param_groups]
         optimizer.state.update({weight: copy.deepcopy(values) for weight, values in state.items()})
         for group in optimizer.param_groups:
             # the schedule's factor stays
-            group["lr"] = group["lr"] * (args.learning_rate / (self.view.args.learning_rate or 1.0))
-            if group.get("eps") == self.view.args.adam_epsilon:
+            group["lr"] = group["lr"] * (args.learning_rate / (of_run.learning_rate or 1.0))
+            if group.get("eps") == of_run.adam_epsilon:
                 group["eps"] = args.adam_epsilon
         optimizer.step()
         optimizer.state.clear()
-        optimizer.state.update(state)
+        optimizer.state.update(state)  # `load_state_dict` would round it to the type of the weights
         for group, values in zip(optimizer.param_groups, groups, strict=True):
             group.update(values)
-        update = {name: weight.detach() - before[name] for name, weight in weights.items()}
-        for name, weight in weights.items():
+        update = {name: weight.detach() - before[name] for name, weight in self.weights.items()}
+        for name, weight in self.weights.items():
             weight.data.copy_(before[name])
         return update
+
+    def _gradients(self) -> Tensors:
+        """Zero for a weight that does not take part."""
+        return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.weights.items()}
 
     def _advantages(self, size: int) -> torch.Tensor:
         """The advantages of the step by the settings of now; none where the record has no rewards of its rollout."""
@@ -188,8 +194,3 @@ class Cases:
             return torch.empty(0)
         rewards_BF = rewards_of(completion["rewards"].values() for completion in completions)
         return advantage_rule(view).advantages(rewards_BF, current.batch.loss_masks)[part]
-
-
-def _gradients(weights: Tensors) -> dict[str, torch.Tensor]:
-    """Zero for a weight that does not take part."""
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in weights.items()}

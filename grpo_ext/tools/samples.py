@@ -52,10 +52,8 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
     most = max((abs(change) for _, of_line in changes for change in of_line), default=0.0)
     for line, of_line in changes:
         head, left, tail = _ends_of(range(len(of_line)), _TOKENS)
-        tokens = [
-            (*_token(line["tokens"] | line.get("cases", {}), place), _colour(of_line[place], most))
-            for place in (*head, *tail)
-        ]
+        columns = line["tokens"] | line.get("cases", {})
+        tokens = [(*_token(columns, place), _colour(of_line[place], most)) for place in (*head, *tail)]
         line["shown"] = tokens[: len(head)], left, tokens[len(head) :]
     return sorted(reruns, key=lambda rerun: (rerun[0]["step"], len(rerun[0]["folder"]), rerun[0]["folder"]))
 

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import math
+import os
 import re
 import subprocess
 import sys
@@ -10,12 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import transformers
 import trl
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError
+from grpo_ext.runtime.determinism import CUBLAS
 from grpo_ext.settings import EXCLUDED, STAGES, TABLE, decides, named, read_at, refuse_excluded, resumes, row_of
 
 PACKAGE = Path(__file__).parents[2] / "grpo_ext"
@@ -72,6 +76,28 @@ def test_a_number_that_decides_what_a_step_computes_has_a_range(tmp_path):
             continue
         taken.add(spec.name)
     assert taken == UNBOUNDED | {"canonical_unit_size"}  # which is read in bitwise mode
+
+
+def test_values_that_work_in_trl_are_taken(tmp_path):
+    usual = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False}
+    unbounded = {"entropy_target": math.inf, "entropy_coef_max": math.inf, "entropy_coef_min": -math.inf}
+    numbers = {"epsilon_high": np.float32(0.28), "beta": np.float64(0.1), "top_p": np.float16(0.5)}
+    config = GRPOConfig(**usual, **unbounded, **numbers)
+    assert vars(config).items() >= (unbounded | numbers).items()
+    with pytest.raises(ConfigError, match="entropy_coef=None: use a finite number"):
+        GRPOConfig(**usual, entropy_coef=None)
+
+
+def test_a_check_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv(CUBLAS, raising=False)
+    config = GRPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False)
+    before = {**vars(config), "bitwise_invariant": True}
+    config.bitwise_invariant = True
+    config.check()
+    assert vars(config) == before
+    assert CUBLAS not in os.environ
+    assert GRPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False, bitwise_invariant=True).tf32 is False
+    assert CUBLAS in os.environ or torch.cuda.is_initialized()
 
 
 def test_settings_that_are_read_at_each_loss_are_those_of_the_documents():

@@ -1,0 +1,189 @@
+"""Cases of a step that cannot be compared say why, and the rerun and its logs are as without them."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_ext import GRPOTrainer
+from grpo_ext.errors import ConfigError
+from grpo_ext.run.case_comparison import case_text
+from grpo_ext.run.cases import Cases
+from grpo_ext.run.record import read_record
+from tests.support.case_runs import ALL, RUN, TWICE, letters, rerun, rows_of, trained
+from tests.support.tiny import tiny_model
+from tests.support.trainers import make
+
+
+class _Scaled(GRPOTrainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        for weight in self.model.parameters():
+            weight.grad *= 2.0
+        return loss
+
+
+class _Noise(GRPOTrainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        for weight in self.model.parameters():
+            weight.grad = weight.grad + 0.01
+        return loss
+
+
+@pytest.mark.parametrize("most", [1e-4, 1e4])  # a clip that binds hides a factor
+@pytest.mark.parametrize("cls", [_Scaled, _Noise])
+def test_a_gradient_that_something_else_changes_is_not_compared(tmp_path, cls, most):
+    folder = trained(tmp_path / "run", cls=cls, max_grad_norm=most)
+    again = rerun(folder, 3, {"epsilon": 0.1}, {"loss_type": "dr_grpo"}, cls=cls, max_grad_norm=most)
+    assert again.comparison.verdict == "same bits"
+    for compared in again.cases:
+        assert "not compared: the gradient of the step differs" in compared["text"]
+        assert "override of training_step" in compared["text"]
+    assert rows_of(again)[0]["cases"] == {}
+
+
+class _Advantages(GRPOTrainer):
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        scored = super()._generate_and_score_completions(inputs)
+        return {**scored, "advantages": scored["advantages"] * 2}
+
+
+def test_advantages_that_do_not_follow_from_rewards_say_so_and_other_cases_are_compared(tmp_path):
+    folder = trained(tmp_path / "run", cls=_Advantages)
+    again = rerun(folder, 3, {"scale_rewards": "none"}, {"loss_type": "dr_grpo"}, cls=_Advantages)
+    assert again.comparison.verdict == "same bits"
+    refused, compared = again.cases
+    assert "scale_rewards=none: not compared: it changes advantages" in refused["text"]
+    assert "from the rewards in the record: an override made them" in refused["text"]
+    assert compared["gradient"][ALL]["difference"] > 0
+
+
+def test_rewards_that_are_others_when_they_are_called_again_are_said(tmp_path):
+    def edited(completions: list[str], **columns: Any) -> list[float]:
+        return [value + ("b" in text) for value, text in zip(letters(completions), completions, strict=True)]
+
+    edited.__name__ = letters.__name__
+    folder = trained(tmp_path / "run", reward=letters)
+    trainer = make(folder, **RUN, reward=edited)
+    again = trainer.rerun(3, call_rewards=True, cases=[{"scale_rewards": "none"}, {"loss_type": "dr_grpo"}])
+    assert again.comparison.verdict == "different"
+    assert "functions, called again, gave other rewards" in again.cases[0]["text"]
+    assert again.cases[1]["gradient"][ALL]["difference"] > 0
+
+
+def test_a_case_whose_loss_is_not_finite_leaves_the_rerun_and_other_cases_as_they_are(tmp_path):
+    folder = trained(tmp_path / "run", reward=letters, scale_rewards="none")
+    cases = {"entropy_coef": 3e38}, {"reward_weights": [2.0]}
+    again = rerun(folder, 3, *cases, reward=letters, scale_rewards="none")
+    assert again.comparison.verdict == "same bits"
+    assert "not compared: the loss of step 3 is" in again.cases[0]["text"]
+    assert again.cases[1]["gradient"][ALL]["ratio"] == pytest.approx(2.0, rel=1e-6)
+
+
+# ---- Settings of the update -----------------------------------------------------------------------------------------
+
+
+def test_an_epsilon_that_the_optimizer_does_not_have_is_not_a_case(tmp_path):
+    folder = trained(tmp_path / "run", optim="sgd")
+    [compared] = rerun(folder, 3, {"adam_epsilon": 1e-2}, optim="sgd").cases
+    assert compared["text"].endswith("cannot be a case of a step: the optimizer has no eps=0.0001")
+
+
+def test_a_norm_of_zero_or_less_does_not_clip(tmp_path):
+    folder = trained(tmp_path / "run", max_grad_norm=1e9)
+    for compared in rerun(folder, 3, {"max_grad_norm": 0.0}, {"max_grad_norm": -1.0}, max_grad_norm=1e9).cases:
+        assert compared["update"][ALL]["difference"] == 0.0
+
+
+def test_states_in_float32_of_weights_in_bfloat16_stay_exact(tmp_path, monkeypatch):
+    # a checkpoint would round them
+    settings = {"optim": "adafactor", "bf16": False, "save_strategy": "no"}
+    folder = trained(tmp_path / "run", model=tiny_model().bfloat16(), **settings)
+    run, states = Cases.run, list[Any]()
+
+    def noted(self: Cases, step: Any) -> None:
+        for compare in (True, False):
+            state = self.view.optimizer.state
+            states.append([value.clone() for of in state.values() for value in of.values() if torch.is_tensor(value)])
+            if compare:
+                run(self, step)
+
+    monkeypatch.setattr(Cases, "run", noted)
+    again = rerun(folder, 4, {"learning_rate": 1e-3}, model=tiny_model().bfloat16(), **settings)
+    assert again.comparison.verdict == "same bits"
+    before, after = states
+    assert torch.float32 in {value.dtype for value in before}
+    assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+# ---- Rewards and a teacher ------------------------------------------------------------------------------------------
+
+
+def test_weights_and_scales_may_be_written_as_in_trl(tmp_path):
+    folder = trained(tmp_path / "run", reward=letters)
+    cases: list[dict[str, Any]] = [{"reward_weights": None}, {"scale_rewards": True}, {"scale_rewards": False}]
+    again = rerun(folder, 3, *cases, reward=letters)
+    default, group, none = again.cases
+    assert default["gradient"][ALL]["difference"] == group["gradient"][ALL]["difference"] == 0.0
+    assert none["gradient"][ALL]["difference"] > 0
+
+
+def test_a_teacher_has_a_coefficient(tmp_path):
+    trainer = make(tmp_path / "run", **RUN, teacher_model=tiny_model())
+    with pytest.raises(ConfigError, match="teacher_kl_coef=None cannot be a case of a step: it is a number with"):
+        trainer.rerun(3, cases=[{"teacher_kl_coef": None}])
+
+
+# ---- What is logged and written -------------------------------------------------------------------------------------
+
+
+class _Logs(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        loss = super()._compute_loss(model, inputs)
+        self._metrics["train"]["squared"].append(float(loss.detach()) ** 2 + self.args.epsilon)
+        self._logs.setdefault("losses", []).append(float(loss.detach()))
+        return loss
+
+
+@pytest.mark.parametrize("cases", [(), ({"epsilon": 0.5}, {"loss_type": "dr_grpo"})], ids=["record", "cases"])
+def test_what_a_loss_logs_is_that_of_the_step_alone(tmp_path, cases):
+    folder = trained(tmp_path / "run", cls=_Logs)
+    trainer = make(folder, **RUN, cls=_Logs)
+    again = trainer.rerun(3, gradients=True, cases=cases)
+    of_run, of_rerun = (
+        [line["values"]["squared"] for line in read_record(part).entries if line["step"] == 3][:1]
+        for part in (folder, again.folder)
+    )
+    assert of_run == of_rerun
+    assert len(of_run) == 1
+    assert len(trainer._logs["losses"]) == 2  # micro-batches
+
+
+@pytest.mark.parametrize(("loss", "known"), [("sapo", False), ("grpo", True)])
+def test_a_loss_without_a_clip_has_no_clipped_tokens(tmp_path, loss, known):
+    folder = trained(tmp_path / "run", loss_type=loss)
+    again = rerun(folder, 3, {"epsilon": 0.5}, loss_type=loss)
+    assert all((row["tokens"]["clipped"] is not None) == known for row in rows_of(again))
+    assert ("the clip never binds" in again.cases[0]["text"]) == known
+    assert "no difference" in again.cases[0]["text"]
+
+
+@pytest.mark.parametrize(("loss", "epsilon"), [("cispo", 50.0), ("grpo", 50.0)])
+def test_a_clip_of_each_loss_that_never_binds_is_said(tmp_path, loss, epsilon):
+    changes = {**TWICE, "loss_type": loss, "epsilon": epsilon, "epsilon_high": epsilon}
+    folder = trained(tmp_path / "run", **changes)
+    [compared] = rerun(folder, 4, {"epsilon": 2 * epsilon, "epsilon_high": 2 * epsilon}, **changes).cases
+    assert "the clip never binds in this step" in compared["text"]
+
+
+def test_a_difference_within_the_noise_of_the_step_is_none():
+    figures = {ALL: {"cosine": 1.0, "ratio": 1.0, "difference": 1e-7}}
+    compared = {"title": "t", "case": {"beta": 0.1}, "gradient": figures, "update": figures, "values": {"loss": [1, 2]}}
+    noise = {"gradient": 6e-8, "update": 6e-8}
+    same = case_text(compared | {"noise": noise}, [])
+    assert same == "t: no difference: gradient and update are the same up to rounding in this step"
+    assert "no difference" not in case_text(compared | {"noise": noise | {"update": 4e-8}}, [])
+    unknown = {ALL: {"cosine": math.nan, "ratio": 1.0, "difference": math.nan}}
+    assert "no difference" not in case_text(compared | {"noise": noise, "update": unknown}, [])
