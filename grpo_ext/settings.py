@@ -1,8 +1,7 @@
 """One table of settings: what each decides, when it is read, how a resume compares it, and the range of its values.
 
 Rows name every field of GRPOConfig, TRL's and transformers' too, and what a run is made of besides (data, model).
-Checks, the fingerprint of a run, the causes of a difference, refused changes and the documents follow from it. Imports
-neither torch nor TRL.
+Checks, fingerprints, causes of a difference, refused changes and the documents follow from it. Without torch and TRL.
 """
 
 import math

@@ -233,10 +233,6 @@ class TrainerView:
     def logging(self, table: dict[str, Any]) -> AbstractContextManager[None]:
         return temporarily_set(self._trainer, _logs=table)
 
-    def unlogged(self) -> AbstractContextManager[None]:
-        """Inside, what an override logs is left out."""
-        return temporarily_set(self._trainer, **deepcopy({"_metrics": self.metrics, "_logs": self.logs}))
-
     def attributes_for(self, args: GRPOConfig, names: Collection[str]) -> dict[str, Any]:
         """`args`, and the attributes that TRL's constructor makes of these settings."""
         attributes = {name: getattr(args, name) for name in names if hasattr(self._trainer, name)} | {"args": args}
@@ -251,8 +247,9 @@ class TrainerView:
         return attributes
 
     def having(self, attributes: dict[str, Any]) -> AbstractContextManager[None]:
-        """Inside, the trainer has other attributes, by TRL's names."""
-        return temporarily_set(self._trainer, **attributes)
+        """Inside, the trainer has other attributes, by TRL's names, and what an override logs is left out."""
+        logs = deepcopy({"_metrics": self.metrics, "_logs": self.logs})
+        return temporarily_set(self._trainer, **logs, **attributes)
 
     @contextmanager
     def assembled_for(self, args: GRPOConfig, callbacks: list[Any]) -> Iterator[tuple[Any, Any]]:

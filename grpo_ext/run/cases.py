@@ -56,7 +56,7 @@ def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
             ),
             (advantages and args.dynamic_sampling, "with dynamic_sampling it decides completions"),
             (
-                weights and (not isinstance(value, list) or len(value) != len(view.reward_funcs)),
+                weights and (not isinstance(value, list | tuple) or len(value) != len(view.reward_funcs)),
                 "give one weight for each reward function",
             ),
             (
@@ -68,9 +68,9 @@ def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
             if applies:
                 raise ConfigError(f"{name}={value!r} cannot be a case of a step: {reason}")
     vars(args).update(case)
+    args.check()
     scale: Any = args.scale_rewards
     args.scale_rewards = {True: "group", False: "none"}.get(scale, scale)  # as TRL does
-    args.check()
     return view.attributes_for(args, case)
 
 
@@ -151,7 +151,7 @@ class Cases:
         """The step of these completions by these attributes of the trainer; the weights stay as they are."""
         view, record, args = self.view, StepRecord(with_gradients=False), attributes["args"]
         view.policy.zero_grad()
-        with view.unlogged(), view.having(self.start | attributes), temporarily_set(self.planner, record=record):
+        with view.having(self.start | attributes), temporarily_set(self.planner, record=record):
             attempt = self.planner.add_gradients(view.model_wrapped, batch)
             values = attempt.step.metrics.reduce()
             attempt.end(values["loss"])

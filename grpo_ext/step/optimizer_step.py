@@ -152,7 +152,7 @@ class Attempt:
         """Run the same step, perhaps cut differently, in the same form."""
         again = replace(self, plan=replace(self.plan, micro_batches=parts), gradients=None)
         again.step = self.step
-        with self.planner.view.unlogged(), again.running():
+        with self.planner.view.having({}), again.running():
             for micro_batch in again.micro_batches():
                 run(micro_batch)
         if again.shortage is not None:

@@ -32,6 +32,7 @@ class Fault:
 
 ADVANTAGES = "tests/unit/algorithms/test_advantages.py"
 CASES = "tests/trainer/test_cases.py"
+REASONS = "tests/trainer/test_case_reasons.py"
 CHECK = "tests/unit/tools/test_check.py"
 CHECKPOINTS = "tests/trainer/test_checkpoints.py"
 CHECKS = "tests/unit/test_checks.py"
@@ -198,9 +199,11 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     "run/cases.py": [
         ("view.having(self.start | attributes)", "view.having(attributes)", f"{CASES} -k adaptive"),
         ("weight.data.copy_(before[name])", "pass", f"{CASES} -k bits"),
-        ("optimizer.load_state_dict(state)", "pass", f"{CASES} -k bits"),
-        ("(view.args.learning_rate or 1.0)", "1.0", f"{CASES} -k its_optimizer_makes"),
+        ("relative(step.norm, run.norm, least=0.0)", "0.0", f"{REASONS} -k something_else"),
+        ("optimizer.state.update(state)", "pass", f"{CASES} -k bits"),
+        ("(of_run.learning_rate or 1.0)", "1.0", f"{CASES} -k its_optimizer_makes"),
     ],
+    "view.py": [("**logs, **attributes", "**attributes", f"{REASONS} -k alone")],
     "run/case_comparison.py": [
         ("- apart**2) / (2 * one", "+ apart**2) / (2 * one", f"{CASES} -k opposite"),
     ],

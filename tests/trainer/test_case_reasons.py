@@ -153,11 +153,11 @@ def test_what_a_loss_logs_is_that_of_the_step_alone(tmp_path, cases):
     trainer = make(folder, **RUN, cls=_Logs)
     again = trainer.rerun(3, gradients=True, cases=cases)
     of_run, of_rerun = (
-        [line["values"]["squared"] for line in read_record(part).entries if line["step"] == 3][:1]
+        [line["values"].get("squared") for line in read_record(part).entries if line["step"] == 3]
         for part in (folder, again.folder)
     )
-    assert of_run == of_rerun
-    assert len(of_run) == 1
+    assert of_run == of_rerun[:1]  # and a line at the end
+    assert of_run[0] is not None
     assert len(trainer._logs["losses"]) == 2  # micro-batches
 
 
