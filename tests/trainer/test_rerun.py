@@ -354,9 +354,9 @@ def test_a_rerun_that_fails_leaves_nothing_on_the_trainer(tmp_path, monkeypatch)
     trainer = make(folder, **SHORT)
     take = StepRecord.fill
 
-    def take_failing(record: StepRecord, attempt: Any) -> None:
-        attempt.run = failing
-        take(record, attempt)
+    def take_failing(record: StepRecord, *parts: Any) -> None:
+        *others, _, run_again = parts
+        take(record, *others, failing, run_again)
 
     monkeypatch.setattr(StepRecord, "fill", take_failing)
     with pytest.raises(MemoryShortageError, match=r"for its record or .* does not"):
