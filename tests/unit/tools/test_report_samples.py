@@ -80,7 +80,7 @@ def test_without_tables_a_sentence_says_what_writes_them(run):
 def test_a_token_is_coloured_by_what_the_step_did_to_it(run):
     changes = [1.0, -0.3, 0.1, 0.015, 0.005, 0.0, 1.0]
     masked = {"mask": [1, 1, 1, 1, 1, 1, 0]}
-    up = rerun_line([*"abcdefg"], 2.0, changes, tokens=masked, share=-0.5)
+    up = rerun_line([*"abcdefg"], 2.0, changes, tokens=masked, share=-0.5) | {"cases": {"epsilon=0.3": [0.5] * 7}}
     down = rerun_line([*"hi"], -1.0, [-0.5, 0.5], share=-0.4)
     own = rerun_line([*"jkl"], [1.0, -1.0, None], [0.5, 0.5, 0.5], share=-0.3)
     unknown = rerun_line(["m"], None, tokens={"after": None}, share=None)
@@ -90,7 +90,7 @@ def test_a_token_is_coloured_by_what_the_step_did_to_it(run):
     assert [name for name, _ in spans(page)] == classes  # in the order of their shares of the loss
     first, last = spans(page)[0][1], spans(page)[6][1]
     values = ["old -2", "training -2", "after -1", "ratio 1", "entropy 0.25", "clipped 0", "share 0.125", "advantage 2"]
-    assert first.splitlines() == ["token 0, id 100", *values]
+    assert first.splitlines() == ["token 0, id 100", *values, "epsilon=0.3 0.5"]
     assert last.splitlines()[0] == "token 6, id 106"
     for text in ("12: steps 11 to 12: the same bits", "model.layers.0 0.1", "advantage for each token"):
         assert text in page.text
