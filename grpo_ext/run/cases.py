@@ -131,7 +131,7 @@ class Cases:
             if not torch.equal(self._advantages(len(batch)), torch.hstack([*batch[ADVANTAGES]])):
                 called = "" if self.rollouts.worker.known_rewards else "functions, called again, gave other rewards, "
                 raise ConfigError(
-                    f"it changes advantages, and those of this step do not follow from the rewards in the record: "
+                    "it changes advantages, and those of this step do not follow from the rewards in the record: "
                     f"{called}an override made them, or the record has sums (of more than 1,024 completions)."
                 )
             with view.having(attributes):
