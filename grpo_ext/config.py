@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import torch
 import trl
@@ -191,7 +191,7 @@ class GRPOConfig(trl.GRPOConfig):
         "its prompt), or 'auto' (the first of these that the model can run). If the model cannot run the chosen form, "
         "it runs padded batches, with a warning; only rows of one length together, if padding changes the model.",
         default="auto",
-        choices=["auto", "packed", "prefix", "padded"],
+        choices=["auto", *get_args(Form)],
     )
     skip_zero_contribution: bool = setting(
         "Skip completions that add exactly nothing to the update (advantage zero, no KL, entropy or auxiliary "

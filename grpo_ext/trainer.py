@@ -82,6 +82,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     num_generations_eval: int
     _loads_from: str  # the checkpoint whose weights are loaded, or were last
 
+    @hide_frames
     def __init__(
         self,
         model: Any,
@@ -211,9 +212,9 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._metrics["train"]["step_time"].append(time.perf_counter() - start)
         return torch.tensor(loss, device=self.accelerator.device)
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None, **added: Any) -> Any:
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         """Like transformers' method, and checked; the trail of the run has the norm of every step."""
-        norm = super()._get_grad_norm(model, grad_norm, **added)
+        norm = super()._get_grad_norm(*args, **kwargs)
         self._step_planner.check_gradient(self._keeper.note_norm(norm, self._get_learning_rate()))
         return norm
 
@@ -241,16 +242,22 @@ class GRPOTrainer(trl.GRPOTrainer):
         **added: Any,
     ) -> Any:
         """Like transformers' method, with pass@k and mean@k of the whole set, under its prefix; for `predict` too."""
-        options = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
         with self._keeper.saving_on_failure(lambda: self._save_checkpoint(self.model, None)):
-            output: Any = super().evaluation_loop(dataloader, *options, **added)
+            output: Any = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix, **added
+            )
         pass_metrics = self._pass_at_k.metrics(self.num_generations_eval) if len(dataloader) else {}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pass_metrics.items()})
         return output
 
-    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test", **added: Any) -> Any:
+    @hide_frames
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().evaluate(*args, **kwargs)
+
+    @hide_frames
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Like transformers' method. Its metrics are not logged, so they are cleared before the next evaluation."""
-        output = super().predict(test_dataset, ignore_keys, metric_key_prefix, **added)
+        output = super().predict(*args, **kwargs)
         self._metrics["eval"].clear()
         return output
 
@@ -353,6 +360,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     # ---- Keeping the run ------------------------------------------------------------------------------------------
 
+    @hide_frames
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
@@ -385,6 +393,7 @@ class GRPOTrainer(trl.GRPOTrainer):
                 with self._keeper.running(checkpoint), contextlib.closing(self._rollouts):
                     return super().train(checkpoint, trial, ignore_keys_for_eval, **added)
 
+    @hide_frames
     def rerun(
         self, step: int, *, gradients: bool = False, call_rewards: bool = False, cases: Sequence[Case] = ()
     ) -> Rerun:
@@ -409,11 +418,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             super()._run_epoch(*args, **kwargs)
             self._keeper.refuse_bad_weights()
 
-    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float, **added: Any) -> Any:
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Like transformers' method, but keeps the checkpoint that an interrupted run resumes from."""
         limit = None if self._keeper.watch.stopping else self.args.save_total_limit
         with temporarily_set(self.args, save_total_limit=limit):
-            return super()._finalize_training(trial, num_train_samples, start_time, **added)
+            return super()._finalize_training(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None, **added: Any) -> None:
         with dtypes_kept(self.model):
@@ -454,7 +463,3 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def _checkpoint_folder(self, trial: Any) -> Path:
         return Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-
-
-for _entry in ("__init__", "train", "rerun", "evaluate", "predict"):
-    setattr(GRPOTrainer, _entry, hide_frames(getattr(GRPOTrainer, _entry)))

@@ -98,7 +98,7 @@ def stock_results(lasting, request):
 
     kept.folder = lasting("stock")
     if request.config.getoption("--full"):
-        os.environ[spared.EVERY] = "1"
+        os.environ[spared.FULL] = "1"
     spared.spare()
     spared.remember_comparisons()
 
@@ -106,7 +106,9 @@ def stock_results(lasting, request):
 @pytest.fixture(autouse=True)
 def as_loud_as_before():
     """A command that ran in this process keeps the other libraries quiet: later tests read what they log."""
-    loggers = [logging.getLogger(name) for name in ("trl", "transformers", "datasets", "accelerate", "peft")]
+    loggers = [
+        logging.getLogger(name) for name in ("grpo_ext", "trl", "transformers", "datasets", "accelerate", "peft")
+    ]
     levels = [logger.level for logger in loggers]
     from accelerate.logging import MultiProcessAdapter  # not before importlib.metadata is cached
 

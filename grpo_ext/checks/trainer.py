@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from accelerate.logging import get_logger
@@ -209,8 +209,8 @@ def check_trainer(
     settings.check_replay(view, sampler)
     if config.sequence_parallel_size > 1:
         _check_sequence_parallel(view, rollouts, config.sequence_parallel_size)
-    built = built_for(view, rollouts)
-    rollouts.refuse_changes = functools.partial(refuse_changes, view, rollouts, built)
+    once = functools.cache(logger.warning)
+    rollouts.refuse_changes = functools.partial(refuse_changes, view, rollouts, built_for(view, rollouts), once)
     return uncovered + check_lengths(view, surveys.get("training"), config.allow_split_dependent)
 
 
@@ -303,7 +303,9 @@ def built_for(view: TrainerView, rollouts: Rollouts) -> dict[str, Any]:
     return values
 
 
-def refuse_changes(view: TrainerView, rollouts: Rollouts, built: Mapping[str, Any]) -> None:
+def refuse_changes(
+    view: TrainerView, rollouts: Rollouts, built: Mapping[str, Any], warn_once: Callable[[str], None]
+) -> None:
     """Refuse a change since the trainer was built (`built`) that it cannot follow."""
     for name, value in built_for(view, rollouts).items():
         if value != built.get(name) and (view.model.training or name not in named("planned")):
@@ -318,7 +320,7 @@ def refuse_changes(view: TrainerView, rollouts: Rollouts, built: Mapping[str, An
     sampler = rollouts.sampler
     settings.check_ends(sampler)
     if sampler.changed:
-        logger.warning_once(
+        warn_once(
             f"{'; '.join(sampler.changed)}: completions are sampled from other scores than those that training uses, "
             "which biases the gradient, as in TRL."
         )

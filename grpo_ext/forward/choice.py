@@ -3,6 +3,7 @@
 Differs from TRL, which always pads. `form_check` compares every form, padded batches too, with rows that run alone.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,7 @@ class ForwardChoice:
         self.forms, self.device, self.sharded, self.group = tuple(forms), device, sharded, group
         self.checkpointing_kwargs, self.refused = checkpointing_kwargs, refused or {}
         self._models: WeakKeyDictionary[Any, _ModelForms] = WeakKeyDictionary()  # by the causal language model
+        self._warn_once = functools.cache(logger.warning)  # policy and reference often have the same reasons
 
     def form(self, model: Any) -> Form:
         """The form in which a model runs; padded before `compare`."""
@@ -129,7 +131,7 @@ class ForwardChoice:
                 pairs = [alone.pair() for alone in batches[:1] if alone.rows.images is None]
                 equal = pairs and self._why_refused("padded", pairs) is None
                 forms.batching = "equal_lengths" if equal else "single"
-                logger.warning_once(
+                self._warn_once(
                     f"A batch changes what the model computes ({reason}). Where batches are padded, in sampling too, "
                     f"they hold {_JOINED[forms.batching]}, so there are more of them, and steps take longer."
                 )
@@ -146,19 +148,19 @@ class ForwardChoice:
         policy = base_model_of(model)
         if policy not in self._models:
             reentrant = bool((self.checkpointing_kwargs or {}).get("use_reentrant"))
-            refused: dict[Form, str] = {}
+            forms = _ModelForms(self.forms, {})
             for form in self.forms:
                 reason = self.refused.get(form) or needs_whole_rows(extract_model_from_parallel(model))
                 reason = reason or (why_not_packed(policy) if form == "packed" else why_no_prefix(policy, reentrant))
                 if reason is not None:
-                    refused[form] = reason
-            self._models[policy] = _ModelForms(self.forms, refused)
-            self._warn_of_padding(self._models[policy])
+                    forms.refused[form] = reason
+            self._models[policy] = forms
+            self._warn_of_padding(forms)
         return self._models[policy]
 
     def _warn_of_padding(self, forms: _ModelForms) -> None:
         if self.group is None and forms.reasons and forms.best == "padded":
-            logger.warning_once(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
+            self._warn_once(f"Padded batches run, which repeat each prompt for its completions ({forms.reasons}).")
 
     def _why_refused(self, form: Form, batches: Sequence[RowsAlone], problem: str | None = None) -> str | None:
         """The first reason of any process against a form: a `problem` with the rows, or what a comparison finds."""

@@ -185,7 +185,7 @@ def find_checkpoint(wanted: str | bool | None, folder: str | Path) -> str | None
     )
 
 
-def writing_folder(run: str | Path, owner: str = "checkpoint") -> Path:
+def writing_folder(run: str | Path, owner: str) -> Path:
     """Where `owner` writes a checkpoint before it is renamed: on the same file system."""
     return Path(run) / f"{_PARTIAL}{owner}"
 
@@ -211,7 +211,7 @@ def link(checkpoint: Path, copy: Path) -> None:
 
 
 def take_along(checkpoint: Path, run: Path, state: TrainerState) -> None:
-    """Let a run that went back begin with the checkpoint that it goes on from, and the best one until then."""
+    """Let a run resumed from an earlier checkpoint begin with that one, and the best one until then."""
     if _is_beside(run) and not run.samefile(checkpoint.parent):
         for step in dict.fromkeys((state.global_step, state.best_global_step)):  # "latest" is the first from now on
             source = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{step}")
@@ -251,15 +251,15 @@ def create_output_dir(folder: str) -> None:
 
 def _is_beside(folder: Path) -> bool:
     """Whether a folder was made beside an output_dir, and not by a user, or as a copy."""
-    with suppress(OSError, ValueError):
-        return json.dumps(folder.name) in (folder / _MARK).read_text()
+    with suppress(OSError, ValueError, AttributeError):
+        return folder.name == json.loads((folder / _MARK).read_text()).get("folder")
     return False
 
 
 def _base_of(folder: Path) -> Path:
     """The output_dir beside which a folder was made for a run; of any other folder, itself."""
     path = _named(folder)
-    return path.with_name(path.name.rpartition("-")[0]) if _is_beside(path) else path
+    return path.with_name(path.name.rpartition("-")[0] or path.name) if _is_beside(path) else path
 
 
 def _named(folder: str | Path) -> Path:

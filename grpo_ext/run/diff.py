@@ -19,7 +19,6 @@ from ..settings import decides, named
 from .record import STEPS, Record, differences, read_record, tables_of
 from .trail_comparison import SAME, Comparison, Difference, both, compare_trails
 
-_EARLIER = "data.rows_sha256"  # of earlier versions, which hashed whole rows too
 _PLAIN = {"rewards": "rewards (the functions)"}
 Changes = list[tuple[str, Any, Any]]  # name, both values
 # the stages of the trail whose settings the table has under another name
@@ -57,7 +56,7 @@ class RunOnDisk:
         return (self.record.start_of(step).get("geometry") or {}).get("global_batch_size")
 
     @property
-    def half(self) -> bool:
+    def is_half(self) -> bool:
         settings = settings_of(self.record.starts[-1])
         loaded = {"torch.bfloat16", "torch.float16"}.intersection((settings.get("model") or {}).get("dtypes") or ())
         return bool(loaded or settings.get("bf16") or settings.get("fp16")) and not settings.get("bitwise_invariant")
@@ -92,7 +91,7 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
     if sizes := next(((a.size(step), b.size(step)) for step in begins if a.size(step) != b.size(step)), None):
         what = f"steps of {sizes[0]} and of {sizes[1]} completions (global_batch_size) cannot be compared."
         raise ConfigError("\n".join([what, *notes]))
-    comparison = compare_trails(a.record, b.record, a.half or b.half)
+    comparison = compare_trails(a.record, b.record, a.is_half or b.is_half)
     if not comparison.steps:
         trained = [run.record.trained for run in (a, b)]
         known = [f"steps {steps[0]} to {steps[-1]}" if steps else "no step" for steps in trained]
@@ -100,7 +99,7 @@ def compare_runs(a: RunOnDisk, b: RunOnDisk) -> Comparison:
     if (first := comparison.first) is not None:
         until = [step for step in begins if step <= max(first.step, common[0])]  # what changed later is no cause
         settings, besides = (_of_starts(a, b, until, kind) for kind in (RunOnDisk.settings, RunOnDisk.besides))
-        uncertain = bool(comparison.largest) or a.half or b.half or bool(besides)
+        uncertain = bool(comparison.largest) or a.is_half or b.is_half or bool(besides)
         few = first.stage == "completions" and first.of > 1 and first.count * 2 <= first.of
         if uncertain and few and not (_among(settings, "completions") or _among(settings, "weights")):
             comparison.verdict = "few tokens"
@@ -160,7 +159,7 @@ def changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
     """What differs; not parts that one of the runs was too early to note."""
     names = [name for name in {**a, **b} if (name in a and name in b) or name not in named("part")]
     found = differences({name: (a.get(name), b.get(name)) for name in names})
-    return [(_PLAIN.get(name, name), old, new) for name, old, new in found if old != new and name != _EARLIER]
+    return [(_PLAIN.get(name, name), old, new) for name, old, new in found if old != new]
 
 
 def listed(changes: Changes) -> str:

@@ -167,7 +167,7 @@ class RunKeeper(TrainerCallback):
             if run is not None:
                 self._lock = folders.lock_to_resume(run)
             checkpoint = folders.find_checkpoint(wanted, run or output_dir)
-            newest = run is not None and folders.checkpoints(run)[-1].samefile(str(checkpoint))
+            newest = run is not None and folders.checkpoints(run)[-1].samefile(checkpoint or run)
             return (str(run) if newest else None), checkpoint
 
         def take_new() -> str:
@@ -175,8 +175,6 @@ class RunKeeper(TrainerCallback):
             run, self._lock = folders.lock_new(output_dir)
             return str(run)
 
-        folder: str
-        checkpoint: str | None
         continued, checkpoint = from_main_process(self.accelerator, find)
         if checkpoint is not None:
             logger.info(f"Resuming from {checkpoint}.")
@@ -306,8 +304,9 @@ class RunKeeper(TrainerCallback):
             half=(args.bf16 or args.fp16) and not args.bitwise_invariant,
             most_kept=most_kept(sampler.filters) if args.replay.masks else None,
         )
-        halved = (self.rollouts.memory, self.forwards.memory)
-        plan += "".join(f"\n  {work.what}: up to {work.limit} at a time" for work in halved if work.limit)
+        for work in (self.rollouts.memory, self.forwards.memory):
+            if work.limit:
+                plan += f"\n  {work.what}: up to {work.limit} at a time"
         logger.info(f"Plan (sizes over all processes unless they say otherwise)\n{plan}")
         return plan
 
@@ -315,7 +314,7 @@ class RunKeeper(TrainerCallback):
     def running(self, checkpoint: str | None) -> Iterator[None]:
         """Log the plan, record start and end of the run, and let signals stop it after a step."""
         plan = self.announce()
-        end: dict[str, Any] = {"ended": "failed"}
+        end = {"ended": "failed"}
         evaluates = self.args.eval_on_start and checkpoint is None  # a resumed run made that evaluation when it began
         restored = {"eval_on_start": evaluates, "save_strategy": self.args.save_strategy}  # the watch changes the last
         with self.watch.listening(), temporarily_set(self.args, **restored):

@@ -64,12 +64,12 @@ class RunLog(LineFile):
     _start = 0.0
 
     def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
-        """Note the start of a training call; `about` says with "trail" whether rollouts and steps are noted too.
+        """Note the start of a training call; rollouts and steps are noted too, unless `about` says trail=False.
 
         A last line that a kill has cut is removed; a resume in another folder takes the earlier lines along.
         """
         self.path, self._start = Path(folder) / STEPS, time.perf_counter()
-        self._trail = about["trail"]
+        self._trail = about.get("trail", True)
         source = None if checkpoint is None else Path(checkpoint).parent / STEPS
         with self.failing():
             if self.path.is_file():

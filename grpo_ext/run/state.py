@@ -45,13 +45,12 @@ def save_state(folder: str | Path, state: Mapping[str, Any]) -> None:
 def load_state(folder: str | Path) -> dict[str, Any] | None:
     """The states in a checkpoint by name, or a CheckpointError; None if another trainer wrote it."""
     path = Path(folder) / STATE
-    if not path.is_file():
+    if not any(path.parent.glob("grpo_ext_*")):
         return None
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as error:  # whatever the unpickler raises
-        raise CheckpointError(f"{path} is broken: {error}.") from None
-    return state
+        raise CheckpointError(f"{path} is broken, or of another version: {error}.") from None
 
 
 def callback_states(callbacks: Sequence[Any]) -> Any:

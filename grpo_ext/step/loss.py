@@ -48,6 +48,8 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: LogProbs) ->
             "because beta was 0 when they were sampled; start with the beta that the run ends with, or any above 0."
         )
     logps_S, entropies_S = scores.logps_S, scores.entropies_S
+    if step.record is not None:  # it asks for gradients of these, and FSDP begins a backward pass at the model's output
+        logps_S = logps_S.view_as(logps_S)
     mask, threshold = loss_mask(columns), step.entropy_threshold
     active = active_tokens(mask, entropies_S, threshold)
     batch = TokenBatch(

@@ -7,42 +7,49 @@ and `--help` does not show a default that is computed.
 import argparse
 import ast
 import builtins
+import functools
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import field, make_dataclass
 from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from ..batching.micro_batches import Form
 from ..settings import LOG_LEVELS, setting
 
-# of enums, and of the classes from TrainingArguments to ours
-_SOURCES = (
-    *("transformers/trainer_utils.py", "transformers/training_args.py"),
-    *("trl/trainer/base_config.py", "trl/trainer/grpo_config.py", "grpo_ext/config.py"),
-)
+# from transformers' to ours, with a class that each must have; of the others only enums are read
+_SOURCES = {
+    "transformers/trainer_utils.py": "SchedulerType",
+    "transformers/training_args.py": "TrainingArguments",
+    "trl/trainer/base_config.py": "_BaseConfig",
+    "trl/trainer/grpo_config.py": "GRPOConfig",
+    "grpo_ext/config.py": "GRPOConfig",
+}
 # what their fields name, beside types
 _NAMES = {"field": field, "setting": setting, "ExplicitEnum": Enum, "Any": Any, "Literal": Literal}
 _NAMES |= {"trainer_log_levels": dict.fromkeys(LOG_LEVELS), "default_optim": argparse.SUPPRESS}
+_NAMES |= {"Form": Form, "get_args": get_args}
 
 
+@functools.cache
 def fields_in_source() -> type:
-    """A dataclass with the fields of GRPOConfig: their names, types, defaults and help."""
-    names, fields = defaultdict[str, Any](lambda: str, vars(builtins) | _NAMES), {}
-    for kind in _classes():
-        if any(ast.unparse(base).endswith("Enum") for base in kind.bases):
-            exec(ast.unparse(kind), {}, names)
-        for line in kind.body:
-            if isinstance(line, ast.AnnAssign) and isinstance(line.value, ast.Call):
-                parts = (eval(ast.unparse(part), {}, names) for part in (line.annotation, line.value))
-                name = ast.unparse(line.target)
-                fields[name] = (name, *parts)
-    return make_dataclass("GRPOConfig", fields.values())
+    """A dataclass with the fields of GRPOConfig: their names, types, defaults and help; any error if it reads others.
 
-
-def _classes() -> Iterator[ast.ClassDef]:
-    for source in _SOURCES:
+    A name that is unknown is a type where it is part of an annotation, and an error where it is part of a value.
+    """
+    names, fields = vars(builtins) | _NAMES, {}
+    for source, name in _SOURCES.items():
         package, _, file = source.partition("/")
         path = Path(str(getattr(find_spec(package), "origin", None))).parent / file
-        yield from (line for line in ast.parse(path.read_text()).body if isinstance(line, ast.ClassDef))
+        classes = {line.name: line for line in ast.parse(path.read_text()).body if isinstance(line, ast.ClassDef)}
+        for enum in classes.values():
+            if [ast.unparse(base) for base in enum.bases] == ["ExplicitEnum"]:
+                exec(ast.unparse(enum), {}, names)
+        for line in classes[name].body:
+            if isinstance(line, ast.AnnAssign):
+                option = ast.unparse(line.target)
+                kind = eval(ast.unparse(line.annotation), {}, defaultdict[str, Any](lambda: str, names))
+                # without a value the whole line, which is no expression
+                fields[option] = (option, kind, eval(ast.unparse(line.value or line), {}, names))
+    return make_dataclass("GRPOConfig", fields.values())

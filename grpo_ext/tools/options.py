@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -71,12 +72,12 @@ class ScriptArguments(DataArguments):
 
 
 def kinds_of_options() -> tuple[Any, ...]:
-    training: Any
-    try:
-        training = fields_in_source()
-    except Exception:  # another version keeps them elsewhere, or computes more of them
-        from ..config import GRPOConfig as training
-    return ScriptArguments, training, ModelConfig
+    if "grpo_ext.config" not in sys.modules:
+        with suppress(Exception):  # another version keeps them elsewhere, or computes more of them
+            return ScriptArguments, fields_in_source(), ModelConfig
+    from ..config import GRPOConfig
+
+    return ScriptArguments, GRPOConfig, ModelConfig
 
 
 def check_options(argv: list[str], kinds: tuple[Any, ...] | None = None) -> None:
@@ -201,5 +202,10 @@ def output_settings(settings: Settings) -> set[str]:
 def load_arguments(training: GRPOConfig, model: ModelConfig) -> dict[str, Any]:
     """Arguments of `from_pretrained` for the run's model; those of `--model_init_kwargs` override the others."""
     model_init_kwargs: Any = training.model_init_kwargs or {}  # a dictionary, whatever its annotation
-    others = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    return {**others, "trust_remote_code": training.trust_remote_code, **model_init_kwargs}
+    return {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+        "trust_remote_code": training.trust_remote_code,
+        **model_init_kwargs,
+    }

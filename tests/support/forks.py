@@ -44,7 +44,7 @@ SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFF
 LATER = (
     *ranked({}, 2)[0],
     *("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-    *(spared.EVERY, "CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG"),
+    *(spared.FULL, "CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG"),
 )
 PATIENCE_S = 30.0  # from the end of the first process to that of the others, as torchrun has it
 

@@ -6,20 +6,23 @@ And what this package does for every run of a model: most tests train the same f
 import hashlib
 import inspect
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from accelerate.utils import memory, other
+from accelerate import accelerator
+from accelerate.utils import other
 from trl.trainer import utils as trl_utils
 
-from grpo_ext.forward import choice
+from grpo_ext.batching import packing
+from grpo_ext.forward import attention, choice, form_check, forms, lm_head, prefix_cache, shared_prefix
 from grpo_ext.forward.form_check import RowsAlone
 
 # TRL's forward, which calls that of the class: of a version that has one
 _FUSED = getattr(trl_utils, "add_fused_lm_head", lambda: None).__code__.co_consts
-EVERY = "EVERY_COMPARISON"  # a variable of the environment with --full, also of launches
+FULL = "GRPO_EXT_TESTS_FULL"  # a variable of the environment with --full, also of launches
+_CODE = (attention, form_check, forms, lm_head, packing, prefix_cache, shared_prefix)  # where tests plant faults
 _LIBRARIES = {"torch", "transformers", "peft"}  # whose modules compute the same from the same weights
 
 
@@ -28,15 +31,16 @@ def spare() -> None:
     backends: tuple[Any, ...] = (torch.cuda, torch.xpu, torch.mtia)
     for backend in backends:
         backend.traceback = SimpleNamespace(format_stack=list)  # whenever a seed is set
-    memory.gc = SimpleNamespace(collect=lambda: 0)  # before every run, through all that was ever imported
-    if EVERY not in os.environ:
+    # before every run, through all that was ever imported
+    accelerator.release_memory = lambda *objects: [None] * len(objects)
+    if FULL not in os.environ:
         os.fsync = lambda descriptor: None  # of every file of a checkpoint: nothing here cuts the power
     other.has_compiled_regions = lambda module: False  # walks all modules whenever a model is unwrapped
 
 
 def remember_comparisons() -> None:
     """Compare the forms of a library's model once in this process: an eighth of a tiny run. Not with --full."""
-    if EVERY in os.environ or choice.why_form_fails.__name__ == "remembered":
+    if FULL in os.environ or choice.why_form_fails.__name__ == "remembered":
         return
     compare, found = choice.why_form_fails, dict[Hashable, str | None]()
 
@@ -63,6 +67,7 @@ def _key(alone: RowsAlone) -> Hashable:
     if any(type(weight.data) is not torch.Tensor for weight in weights.values()):  # an engine's, or quantised
         return None
     return (
+        *_functions(),
         *kinds,
         *((name, weight.dtype, weight.shape, _digest(weight)) for name, weight in weights.items()),
         *(alone.policy.config.to_json_string(), alone.policy.config._attn_implementation, *alone.paddings),
@@ -70,6 +75,14 @@ def _key(alone: RowsAlone) -> Hashable:
         *(torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_default_dtype()),
         *(torch.backends.mkldnn.matmul.fp32_precision, torch.are_deterministic_algorithms_enabled()),
     )
+
+
+def _functions() -> Iterator[Hashable]:
+    """Functions of the forms and methods of their classes, which tests replace."""
+    for module in _CODE:
+        for value in vars(module).values():
+            own = isinstance(value, type) and value.__module__.startswith("grpo_ext.")
+            yield from (part for part in (value, *(vars(value).values() if own else ())) if inspect.isroutine(part))
 
 
 def _has_own_forward(module: torch.nn.Module) -> bool:

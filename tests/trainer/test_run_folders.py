@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from grpo_ext.errors import CheckpointError
 from grpo_ext.run.checkpoint import checkpoints, run_to_resume, why_broken
 from grpo_ext.run.record import STEPS, read_record
 from tests.support.forks import ROOT
-from tests.support.tiny import prompts
-from tests.support.trainers import SAVE, make, on, parameters, ran
+from tests.support.tiny import prompts, tiny_model
+from tests.support.trainers import SAVE, make, on, other, parameters, ran
 
 
 def test_the_latest_run_is_one_that_went_back_also_before_its_first_checkpoint(tmp_path):
@@ -71,6 +72,17 @@ def test_the_best_checkpoint_comes_along_to_the_folder_of_a_run_that_went_back(t
     steps = [1, 2, 3, 4] if limit is None else [1]
     assert [path.name for path in checkpoints(tmp_path / "run-2")] == [f"checkpoint-{n}" for n in steps]
     assert all(why_broken(path) is None for path in checkpoints(tmp_path / "run-2"))
+
+
+def test_weights_that_sampled_ahead_are_those_of_the_same_parameters(tmp_path, caplog):
+    """A model with others would not find its own among them; also where it is allowed, they are not used."""
+    other(tmp_path, rollout_lag=1).train()
+    model = tiny_model()
+    model.model.layers[0].requires_grad_(False)
+    trainer = other(tmp_path, rollout_lag=1, model=model, allow_changed_on_resume=["model"])
+    with pytest.raises(CheckpointError, match=r"keeps the checkpoint's optimizer\.group 0"):
+        trainer.train(str(tmp_path / "checkpoint-2"))
+    assert "model.sha256 changed, so the rollout batches of the checkpoint are not used" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -105,6 +105,12 @@ def test_what_is_seldom_meant_is_said_once_at_the_start(tmp_path, caplog, name):
     assert caplog.text.count(words) == 1
 
 
+def test_each_trainer_says_once_that_it_samples_from_other_scores(tmp_path, caplog):
+    for name in ("first", "second"):
+        make(tmp_path / name, max_steps=2, repetition_penalty=1.2).train()
+    assert caplog.text.count("completions are sampled from other scores") == 2
+
+
 def test_nothing_is_said_of_ordinary_settings(tmp_path, caplog):
     make(tmp_path, max_steps=1, generation_kwargs={"temperature": 0.7}, temperature=0.7, **THINK).train()
     for words in ("are sampled from other", "are named", "eval_loss", "always 0", "does not cover this run"):

@@ -7,6 +7,7 @@ import traceback
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from transformers import Trainer
 from trl.rewards import think_format_reward
 
 from grpo_ext.errors import ConfigError, GrpoExtError, RewardError
@@ -45,6 +46,12 @@ def test_other_methods_than_train_end_in_the_frames_of_the_user_too(name, tmp_pa
         ENTRIES[name](trainer)
     frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert frames == [sys._getframe().f_code.co_name, "<lambda>"]
+
+
+def test_what_is_put_in_place_of_transformers_method_later_runs(tmp_path, monkeypatch):
+    trainer = make(tmp_path / "out")
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, *args, **kwargs: "another")
+    assert trainer.evaluate() == "another"
 
 
 def test_the_traceback_of_a_reward_function_in_a_process_of_its_own_stays(tmp_path):

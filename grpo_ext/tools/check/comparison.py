@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
+from ...errors import LaunchError
 from ...run.diff import compare_runs, read_run
 from ...run.record import Record, finite
 from ...run.rounding import ROUNDING, SAME_GRADIENT, SAME_LOG, SAME_UPDATE, relative
@@ -103,9 +103,9 @@ def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tens
     """`norm(dA - dB) / norm(dA)` over all parameters, in float64; 0 if neither moved, infinity if only B did."""
     if reference.keys() != other.keys():
         return math.inf
-    difference = math.sqrt(sum(float((other[n].double() - d.double()).norm()) ** 2 for n, d in reference.items()))
-    norm = math.sqrt(sum(float(d.double().norm()) ** 2 for d in reference.values()))
-    return difference / norm if norm else (0.0 if difference == 0.0 else math.inf)
+    difference = math.hypot(*(float((other[n].double() - d.double()).norm()) for n, d in reference.items()))
+    norm = math.hypot(*(float(d.double().norm()) for d in reference.values()))
+    return difference / norm if norm else math.inf if difference else 0.0
 
 
 def compare(
@@ -114,7 +114,7 @@ def compare(
     """Compare two splits of `run`; with a trace no difference is rounding.
 
     Raises:
-        ConfigError: the record of one of them lacks a step.
+        LaunchError: the record of one of them lacks a step.
     """
     result = SplitResult(split, run.trainer)
     if other.error is not None:
@@ -123,15 +123,15 @@ def compare(
     one, two = (read_run(trained.folder) for trained in (reference, other))
     comparison, steps = compare_runs(one, two), run.config["max_steps"]
     if comparison.steps < steps:
-        raise ConfigError(f"{split}: the records have {comparison.steps} of {steps} steps. Is the disk full?")
+        raise LaunchError(f"{split}: the records have {comparison.steps} of {steps} steps. Is the disk full?")
     first = comparison.first
     logged = first.error if first is not None and first.stage == "values" else 0.0
     result.metric_error = max(logged, comparison.largest.get("values", 0.0))
     result.update_error = update_error(reference.delta, other.delta)
     if not run.trace:
-        norms = [trained.record.steps[1]["values"].get("grad_norm") for trained in (one, two)]
-        gradient_error = update_error(reference.gradients, other.gradients)
-        result.gradient_error = math.hypot(gradient_error, relative(norms[0], norms[1], least=0.0))
+        norm, other_norm = (trained.record.steps[1]["values"].get("grad_norm") for trained in (one, two))
+        gradients = reference.gradients, other.gradients
+        result.gradient_error = math.hypot(update_error(*gradients), relative(norm, other_norm, least=0.0))
     if not any(bool(d.any()) for d in other.delta.values()):
         why = "no parameter moved: in every group all rewards are equal, or the learning rate is 0; train more steps"
         result.verdict, result.reason = "nothing learned", why
@@ -140,7 +140,7 @@ def compare(
     elif run.trace:
         result.verdict, result.reason = _exact_verdict(comparison, reference.trace == other.trace)
     else:
-        result.verdict, result.reason = _verdict(result, comparison, one.half or two.half, tolerance)
+        result.verdict, result.reason = _verdict(result, comparison, one.is_half or two.is_half, tolerance)
     if result.verdict == "differs":
         result.reason = _known_cause(run, one.record, two.record) or result.reason
     return result

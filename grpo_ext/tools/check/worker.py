@@ -93,7 +93,7 @@ def _write_record(trainer: Any) -> None:
     log, args = RunLog(), trainer.args
     dtypes = sorted({str(parameter.dtype) for parameter in trainer.model.parameters()})
     about = {"settings": {"bf16": args.bf16, "fp16": args.fp16}, "model": {"dtypes": dtypes}}
-    log.begin(args.output_dir, None, 0, {"trail": True, **about})
+    log.begin(args.output_dir, None, 0, about)
     for line in trainer.state.log_history:
         if "loss" in line:
             log.step(line["step"], line, None)

@@ -159,6 +159,15 @@ def test_a_model_pads_until_it_is_compared_and_its_copy_runs_as_it_does():
     assert chosen.form(model) == chosen.form(twin) == "packed"
 
 
+def test_each_trainer_is_told_once_that_its_models_pad(caplog):
+    """A second trainer of the same process too, which a notebook makes."""
+    for _ in range(2):
+        choice = ForwardChoice(("packed",), torch.device("cpu"), refused={"packed": "it has no packs"})
+        for _ in range(2):
+            choice.planned(model_of("qwen2"))
+    assert caplog.text.count("Padded batches run, which repeat each prompt") == 2
+
+
 def test_rows_that_cannot_be_made_or_numbers_that_are_not_finite_refuse_a_form(caplog):
     chosen, model = ForwardChoice(("packed",), torch.device("cpu")), model_of("qwen2")
     chosen.compare(model, lambda policy: [][0])

@@ -29,7 +29,7 @@ from grpo_ext.run.checkpoint import (
 
 
 def make(run: Path, step: int) -> Path:
-    written = writing_folder(run) / f"checkpoint-{step}"
+    written = writing_folder(run, "checkpoint") / f"checkpoint-{step}"
     (written / "sub").mkdir(parents=True)
     (written / "model.safetensors").write_bytes(bytes(range(200)) * 10)
     for name in ("optimizer.pt", "scheduler.pt"):
@@ -71,7 +71,7 @@ def test_a_checkpoint_with_the_hashes_of_an_earlier_version_is_refused(tmp_path)
 
 def test_an_unfinished_save_is_ignored_and_removed(tmp_path):
     make(tmp_path, 1)
-    half = writing_folder(tmp_path) / "checkpoint-2"
+    half = writing_folder(tmp_path, "checkpoint") / "checkpoint-2"
     half.mkdir(parents=True)
     (half / "model.safetensors").write_bytes(b"half")
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
@@ -139,6 +139,25 @@ def test_the_newest_run_is_named_if_all_its_checkpoints_are_broken(tmp_path):
             find_checkpoint(word, run_to_resume(word, tmp_path / "out"))
     (second / "checkpoint-1").rename(second / "removed")
     assert find_checkpoint("latest", run_to_resume("latest", tmp_path / "out")) == str(first / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "newest"),
+    [
+        ("out-2", '{"folder": "out-2"}', "out-2"),
+        ("out-2", '{"folder": "out-2", "more": 1}', "out-2"),
+        ("out-2", '{"from": "out-2"}', "out"),
+        ("out-2", '["out-2"]', "out"),
+        ("out-2", '{"folder": "out-2"', "out"),
+        ("out", '{"folder": "out"}', "out"),
+    ],
+)
+def test_a_run_is_beside_an_output_dir_by_its_mark(tmp_path, name, mark, newest):
+    for folder in {"out", name}:
+        make(tmp_path / folder, 1)
+    (tmp_path / name / "_run.json").write_text(mark)
+    assert run_to_resume(True, tmp_path / "out") == tmp_path / newest
+    assert folder_beside(tmp_path / "out").name == ("out-3" if name == "out-2" else "out-2")
 
 
 def test_a_folder_beside_is_never_one_that_is_there(tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_ext.algorithms.digests import PROJECTIONS
+from grpo_ext.run.diff import changes
 from grpo_ext.run.record import Record
 from grpo_ext.run.rounding import relative
 from grpo_ext.run.trail_comparison import compare_trails
@@ -35,6 +36,11 @@ def test_what_training_has_changed_is_measured_from_the_trail_that_begins_earlie
 def test_no_verdict_comes_from_weights_where_all_gradients_are_rounding(norm, verdict):
     found = compare_trails(trail(0.0, 1e-7, norm=norm), trail(0.0, -1e-7, norm=norm), half=False)
     assert found.verdict == verdict
+
+
+def test_data_that_another_version_noted_in_another_way_is_a_difference():
+    one, other = {"rows": 3, "rows_sha256": "a"}, {"rows": 3, "by_column": {"prompt": "b"}}
+    assert ("data.rows_sha256", "a", None) in changes({"data": one}, {"data": other})
 
 
 def test_a_value_that_only_one_run_logs_is_a_note():

@@ -60,6 +60,14 @@ def test_a_rollout_batch_is_read_as_it_was_written(tmp_path):
     assert read.constants == constants
 
 
+def test_a_checkpoint_that_lacks_the_state_is_another_versions_or_another_trainers(tmp_path):
+    (tmp_path / "optimizer.pt").touch()
+    assert load_state(tmp_path) is None
+    (tmp_path / "grpo_ext_state.json").touch()
+    with pytest.raises(CheckpointError, match=f"{tmp_path}.* of another version"):
+        load_state(tmp_path)
+
+
 @pytest.mark.parametrize("values", [[Path, Path], [np.float64(1), np.float64(2)], [lambda: 1, lambda: 2]])
 def test_objects_that_a_checkpoint_cannot_hold_leave_the_rollout_batch_out(values, caplog):
     assert batch_state(rollout(kinds=values)) is None

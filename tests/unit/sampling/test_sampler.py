@@ -71,7 +71,7 @@ def test_what_samples_is_asked_where_samplers_are_built_and_before_a_trainer_is(
     }
     counts = {name: len(lines) for name, lines in found.items() if lines}
     assert counts == {
-        "sampling/sampler.py": 3,  # the values
+        "sampling/sampler.py": 2,  # the values
         "rollouts/build.py": 5,  # the engines, of training and of sampling ahead
         # settings, before a trainer is built
         "sampling/vllm.py": 1,

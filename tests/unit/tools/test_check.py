@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from peft import LoraConfig
 from typer.testing import CliRunner
 
 from grpo_ext.errors import ConfigError, LaunchError
+from grpo_ext.run.diff import compare_runs, read_run
 from grpo_ext.run.log import RunLog
 from grpo_ext.run.record import STEPS
 from grpo_ext.tools.check import runs, splits
 from grpo_ext.tools.check.comparison import CheckReport, Split, SplitResult, compare, update_error
 from grpo_ext.tools.check.runs import Run, RunResult
 from grpo_ext.tools.check.splits import check, splits_of
+from grpo_ext.tools.check.worker import _write_record
 from grpo_ext.tools.cli import app, main
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.cases import Bench
@@ -201,10 +204,21 @@ def test_a_run_whose_record_lacks_steps_is_not_compared(status, tmp_path, traine
     record.write_bytes(record.read_bytes().replace(b'"loss": 1.0', b'"loss": 1.1'))
     (Path(lost.folder) / STEPS).unlink()
     messages = ("the records have 1 of 2 steps", "is not as it was written", f"it has no {STEPS}")
-    for other, message in zip((short, damaged, lost), messages, strict=True):
+    kinds = (LaunchError, ConfigError, ConfigError)
+    for other, kind, message in zip((short, damaged, lost), kinds, messages, strict=True):
         assert status(trained(), other) == 2
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(kind, match=message):
             check(run_of(SIZES), [Split(8), Split(4)], tmp_path, steps=2)
+
+
+def test_the_record_of_stock_trl_says_nothing_of_rollouts_and_its_steps_are_compared(tmp_path):
+    args = SimpleNamespace(output_dir=str(tmp_path), bf16=True, fp16=False)
+    state = SimpleNamespace(global_step=1, log_history=[{"step": 1, "loss": 0.5}, {"step": 1, "train_loss": 0.5}])
+    _write_record(SimpleNamespace(args=args, state=state, model=torch.nn.Linear(1, 1)))
+    run = read_run(tmp_path)
+    assert "trail" not in run.record.starts[0]
+    assert compare_runs(run, run).text == "The runs have the same bits."
+    assert run.record.steps[1]["values"]["loss"] == 0.5
 
 
 def saved(folder: Path, config: dict[str, Any], model: Any = None) -> Run:

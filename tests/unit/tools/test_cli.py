@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,25 +85,61 @@ def actions(training: type) -> dict[str, dict[str, Any]]:
 
 
 def test_options_read_from_the_source_are_those_of_the_class():
-    read, real = actions(kinds_of_options()[1]), actions(GRPOConfig)
+    source = config_source.fields_in_source()
+    read, real = actions(source), actions(GRPOConfig)
     assert [*read] == [*real]
     different = [(real[name]["dest"], key) for name in real for key in real[name] if read[name][key] != real[name][key]]
     assert dict(different) == COMPUTED
     words = "--global_batch_size 016 --bf16 n --max_steps=-1 --lora_r=8 --use_vllm --no-shuffle-dataset --top_p 1e-1"
     words += " --reward_weights 1 2 --run_name a:_b --optim sgd --delta none --report_to none --learning_rate 1e-6"
-    kinds = (ScriptArguments, GRPOConfig, ModelConfig)
-    assert read_settings(words.split()) == read_settings(words.split(), kinds)
+    kinds, without_torch = ((ScriptArguments, training, ModelConfig) for training in (GRPOConfig, source))
+    assert read_settings(words.split(), without_torch) == read_settings(words.split(), kinds)
     for wrong in ("--max_steps abc", "--top_k", "--save_strategy sometimes", "--gloabl_batch_size 16"):
         with pytest.raises(ConfigError) as error:
             read_settings(wrong.split(), kinds)
         with pytest.raises(ConfigError, match=re.escape(str(error.value))):
-            read_settings(wrong.split())
+            read_settings(wrong.split(), without_torch)
 
 
-@pytest.mark.parametrize(("name", "value"), [("_SOURCES", ("trl/moved.py",)), ("_NAMES", {})])
-def test_options_are_those_of_the_class_where_its_source_is_elsewhere_or_unknown(monkeypatch, name, value):
-    monkeypatch.setattr(config_source, name, value)
+@pytest.fixture
+def source_of(tmp_path, monkeypatch):
+    """Reads the fields of a class whose body is this line, in a source of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def read(line: str, name: str = "GRPOConfig") -> Any:
+        (tmp_path / "another").mkdir()
+        (tmp_path / "another" / "__init__.py").touch()
+        (tmp_path / "another" / "config.py").write_text(f"class {name}:\n    {line}\nclass Other:\n    other: int\n")
+        monkeypatch.setattr(config_source, "_SOURCES", {"another/config.py": "GRPOConfig"})
+        return config_source.fields_in_source.__wrapped__()
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "error"),
+    [
+        ("size: int = field(default=SIZE)", "GRPOConfig", NameError),
+        ("size: int = field(default=1, metadata={'choices': SIZES})", "GRPOConfig", NameError),
+        ("size: int = dataclasses.field(default=1)", "GRPOConfig", NameError),
+        ("size: int", "GRPOConfig", SyntaxError),
+        ("size: int = field(default=1)", "Moved", KeyError),
+    ],
+)
+def test_a_source_that_is_not_understood_is_not_read(source_of, line, name, error):
+    with pytest.raises(error):
+        source_of(line, name)
+
+
+def test_a_plain_default_is_one_and_an_unknown_type_is_text(source_of):
+    (size,) = fields(source_of("size: Sizes = 3"))
+    assert (size.name, size.type, size.default) == ("size", str, 3)
+
+
+def test_options_are_those_of_the_class_where_its_source_is_not_understood_or_it_is_loaded():
     assert kinds_of_options()[1] is GRPOConfig
+    unknown = "from grpo_ext.tools import config_source; config_source._NAMES = {}"
+    assert "torch" in loaded_by(["plan"], first=unknown)
 
 
 ENDS = f"""

@@ -273,15 +273,15 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_refused_as_by_training(tm
     path.write_text(json.dumps(config))
     settings = {"max_completion_length": 10}
     for prompt, shown in ((room, f"{room} tokens (as set)"), (None, f"{room} tokens (assumed)")):
-        text, _ = expected_memory(str(path), geometry_of({}, 1), settings, prompt=prompt)
+        text, _ = expected_memory(str(path), geometry_of({}, 1), settings, "ddp", prompt, None)
         assert f"Prompts: up to {shown}" in text
     says = rf"the longest prompt has {room + 1} tokens, but the model has room for {room} \(max_position_embeddings=64"
     with pytest.raises(DataError, match=says):
-        expected_memory(str(path), geometry_of({}, 1), settings, prompt=room + 1)
+        expected_memory(str(path), geometry_of({}, 1), settings, "ddp", room + 1, None)
 
 
 def test_completions_that_leave_no_position_for_a_prompt_are_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LEARNED))
     with pytest.raises(DataError, match=r"has 1 token, .*room for -6 .*or lower max_completion_length\."):
-        expected_memory(str(path), geometry_of({}, 1), {"max_completion_length": 70})
+        expected_memory(str(path), geometry_of({}, 1), {"max_completion_length": 70}, "ddp", None, None)
