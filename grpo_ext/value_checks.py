@@ -70,8 +70,8 @@ def check_kind(spec: dataclasses.Field[Any], value: Any, own: bool) -> None:
 def check_values(settings: Settings) -> None:
     check_ranges(settings)
     weights = settings["reward_weights"] or ()
-    if not all(math.isfinite(weight) for weight in weights):
-        raise ConfigError(f"reward_weights={weights!r}: every weight has to be a finite number; 0 leaves a reward out.")
+    if not isinstance(weights, list | tuple) or not all(map(math.isfinite, weights)):
+        raise ConfigError(f"reward_weights={weights!r}: use a list of finite numbers; 0 leaves a reward out.")
     check_sequence_parallel(settings)
     optim = str(getattr(settings["optim"], "value", settings["optim"]))
     if "lomo" in optim or optim.endswith("layerwise"):

@@ -236,9 +236,10 @@ class TrainerView:
     def attributes_for(self, args: GRPOConfig, names: Collection[str]) -> dict[str, Any]:
         """`args`, and the attributes that TRL's constructor makes of these settings."""
         attributes = {name: getattr(args, name) for name in names if hasattr(self._trainer, name)} | {"args": args}
-        if {"epsilon", "epsilon_high"} & {*names}:
-            high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-            attributes |= {"epsilon_low": args.epsilon, "epsilon_high": high}
+        if "epsilon" in names:
+            attributes["epsilon_low"] = args.epsilon
+        if "epsilon_high" in names or ("epsilon" in names and args.epsilon_high is None):
+            attributes["epsilon_high"] = args.epsilon if args.epsilon_high is None else args.epsilon_high
         if "reward_weights" in names:
             weights = args.reward_weights or [1.0] * len(self.reward_funcs)
             attributes["reward_weights"] = torch.tensor(weights, dtype=torch.float32)

@@ -142,7 +142,7 @@ class SettingsFile(TrainerCallback):
 def read_case(text: str) -> dict[str, Any]:
     """The settings of `loss_type=grpo,beta=0.01`; the values of a list are separated by commas too."""
     pairs = (part.partition("=") for part in re.split(r",(?=\w+=)", text))
-    return read_settings([word for name, _, value in pairs for word in (f"--{name}", *value.split(","))], (GRPOConfig,))
+    return read_settings([word for name, _, value in pairs for word in f"--{name}={value}".split(",")], (GRPOConfig,))
 
 
 def rerun(trainer: GRPOTrainer, script: ScriptArguments) -> NoReturn:

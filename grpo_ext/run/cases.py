@@ -35,7 +35,9 @@ Case = Mapping[str, Any]  # settings by name
 
 def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
     """A trainer's attributes by TRL's names, with its `args`, in a case; a ConfigError for what a case cannot have."""
-    args, known = copy.copy(view.args), named("case")
+    if not isinstance(case, Mapping) or not {*map(type, case)} == {str}:
+        raise ConfigError(f"cases: {case!r} is not a mapping from names of settings to values, as {{'epsilon': 0.1}}.")
+    args, known, rate = copy.copy(view.args), named("case"), view.args.learning_rate
     groups = getattr(view.optimizer, "param_groups", [{"eps": args.adam_epsilon}])  # the loop may make it later
     changes = (
         "a case has the step's completions, model and optimizer, and changes advantages, loss or the update's size"
@@ -62,6 +64,10 @@ def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
             (
                 name == "adam_epsilon" and all(group.get("eps") != args.adam_epsilon for group in groups),
                 f"the optimizer has no eps={args.adam_epsilon}",
+            ),
+            (
+                name == "learning_rate" and any(group.get("initial_lr", rate) != rate or not rate for group in groups),
+                f"the optimizer's rate is not a part of learning_rate={rate}",
             ),
         ]
         for applies, reason in reasons:

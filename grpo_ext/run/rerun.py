@@ -112,7 +112,7 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool,
         raise ConfigError(
             "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."
         )
-    for case in cases:
+    for case in (cases := [*cases]):
         attributes_of(view, case)
     begun = from_main_process(view.accelerator, functools.partial(_beginning, view, step, call_rewards))
     with view.assembled_for(begun.arguments(view.args), _callbacks_of(view)) as (rollouts, planner):

@@ -155,7 +155,9 @@ def check(
         str, typer.Option(help="Processes that share every forward, for example 1,2: each where it divides them.")
     ] = "1",
     against: Annotated[str | None, typer.Option(help="'trl': run stock TRL under the same splits.")] = None,
-    tolerance: Annotated[float, typer.Option(help="Largest relative update error that counts as the same.")] = 1e-5,
+    tolerance: Annotated[
+        float, typer.Option(help="Largest relative update error that is the same, not rounding.")
+    ] = 1e-5,
     bitwise: Annotated[
         bool, typer.Option("--bitwise", help="Train with bitwise_invariant=True and compare a hash of every tensor.")
     ] = False,

@@ -91,6 +91,30 @@ def test_an_epsilon_that_the_optimizer_does_not_have_is_not_a_case(tmp_path):
     assert compared["text"].endswith("cannot be a case of a step: the optimizer has no eps=0.0001")
 
 
+def test_a_rate_of_the_optimizers_own_is_not_a_case(tmp_path):
+    def own() -> dict[str, Any]:
+        model = tiny_model()
+        return {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
+
+    make(tmp_path / "run", **RUN, **own()).train()
+    [compared] = make(tmp_path / "run", **RUN, **own()).rerun(3, cases=[{"learning_rate": 0.1}]).cases
+    assert compared["text"].endswith("the optimizer's rate is not a part of learning_rate=0.01")
+
+
+def test_a_bound_that_is_not_named_stays_as_a_script_has_set_it(tmp_path):
+    class Own(GRPOTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.epsilon_low = self.epsilon_high = 0.001
+
+    settings = {**RUN, **TWICE}
+    make(tmp_path / "run", cls=Own, **settings).train()
+    again = make(tmp_path / "run", cls=Own, **settings).rerun(2, cases=[{"epsilon_high": 0.001}, {"epsilon": 0.2}])
+    same, wider = again.cases
+    assert same["gradient"][ALL]["difference"] == 0.0
+    assert wider["gradient"][ALL]["difference"] > 0.0
+
+
 def test_a_norm_of_zero_or_less_does_not_clip(tmp_path):
     folder = trained(tmp_path / "run", max_grad_norm=1e9)
     for compared in rerun(folder, 3, {"max_grad_norm": 0.0}, {"max_grad_norm": -1.0}, max_grad_norm=1e9).cases:

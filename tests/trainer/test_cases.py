@@ -281,6 +281,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"epsilon": "0.3"}, "is text, and takes float"),
     "contradiction": ({"trust_region": "tv"}, "set both or neither"),
     "loss": ({"loss_type": "gpro"}, "loss_type"),
+    "nothing": ({}, r"cases: \{\} is not a mapping from names"),
+    "no name": ({3: 4}, "cases: {3: 4} is not a mapping from names"),
+    "no rate": ({"learning_rate": None}, "learning_rate"),
+    "infinite rate": ({"learning_rate": math.inf}, "learning_rate=inf: use 0 or more"),
 }
 
 
@@ -294,6 +298,11 @@ def test_what_cannot_be_a_case_says_why_before_anything_runs(untrained, kind):
     case, message = REFUSED[kind]
     with pytest.raises(ConfigError, match=message):
         untrained.rerun(3, cases=[{"epsilon": 0.1}, case])
+
+
+def test_cases_are_a_list(untrained):
+    with pytest.raises(ConfigError, match="cases: 'epsilon' is not a mapping"):
+        untrained.rerun(3, cases={"epsilon": 0.3})
 
 
 def test_with_dynamic_sampling_rewards_decide_completions(tmp_path):
