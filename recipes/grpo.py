@@ -8,6 +8,7 @@ ModelConfig.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -142,7 +143,9 @@ class SettingsFile(TrainerCallback):
 def read_case(text: str) -> dict[str, Any]:
     """The settings of `loss_type=grpo,beta=0.01`; the values of a list are separated by commas too."""
     pairs = (part.partition("=") for part in re.split(r",(?=\w+=)", text))
-    return read_settings([word for name, _, value in pairs for word in f"--{name}={value}".split(",")], (GRPOConfig,))
+    # "=" takes -1e-3 for a value, and only one
+    words = ([f"--{name}", *value.split(",")] if "," in value else [f"--{name}={value}"] for name, _, value in pairs)
+    return read_settings([*itertools.chain(*words)], (GRPOConfig,))
 
 
 def rerun(trainer: GRPOTrainer, script: ScriptArguments) -> NoReturn:

@@ -172,6 +172,17 @@ def test_a_step_runs_again_with_the_settings_of_the_run(launch, own_task, tmp_pa
     assert "did you mean --epsilon?" in launch(*again, "--rerun_cases", "epsilno=0.01", expect=2).stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "case"),
+    [
+        ("entropy_coef=-1e-3", {"entropy_coef": -1e-3}),
+        ("reward_weights=1,-2,epsilon=0.3", {"reward_weights": [1.0, -2.0], "epsilon": 0.3}),
+    ],
+)
+def test_a_case_is_read_as_options_are(recipe, text, case):
+    assert recipe.read_case(text) == case
+
+
 @pytest.mark.full  # half a minute: two processes that import the libraries
 def test_a_step_runs_again_on_another_number_of_processes(launch, own_task, tmp_path):
     launch(*own_task, "--max_steps", "2", "--output_dir", tmp_path / "run")
