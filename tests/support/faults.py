@@ -133,7 +133,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     ],
     "tools/check/comparison.py": [
         ("return difference / norm if norm else", "return difference if norm else", f"{CHECK} -k error_is"),
-        ("if not error <= ROUNDING[what][half]:", "if error > 1.0:", f"{CHECK} -k verdicts"),
+        ("if not error <= most:", "if error > 1.0:", f"{CHECK} -k verdicts"),
     ],
     "rollouts/rounds.py": [
         ("starts[number] + place * group + i for", "place * group + i for", DYNAMIC),
