@@ -21,7 +21,6 @@ from ..rollouts.batch import RolloutBatch
 from ..rollouts.settings import advantage_rule
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set
-from ..runtime.collectives import shards_parameters
 from ..settings import decides, named
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
@@ -48,7 +47,7 @@ def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
         reasons = [
             (name not in known, did_you_mean(name, known, changes, cutoff=0.8)),
             (
-                args.fp16 or shards_parameters(view.accelerator),
+                args.fp16 or view.sharded,
                 "under FSDP, DeepSpeed or fp16 the gradient is in parts, or scaled",
             ),
             (name == "beta" and not view.beta, "the run has beta=0, and so no reference"),

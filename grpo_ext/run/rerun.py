@@ -28,7 +28,7 @@ from ..errors import ConfigError
 from ..rollouts.join import digest_of
 from ..rollouts.source import Rollouts
 from ..runtime.clock import PhaseClock
-from ..runtime.collectives import from_main_process, gather_lists, shards_parameters
+from ..runtime.collectives import from_main_process, gather_lists
 from ..settings import NOTED, resumes
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
@@ -108,7 +108,7 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool,
         raise ConfigError(f"a run with a rollout_func {_CANNOT}: what it samples is not known here.")
     if view.use_vllm and (view.args.bf16 or view.args.fp16):
         raise ConfigError(f"a run of vLLM in half precision {_CANNOT}, because it samples different tokens each time.")
-    if gradients and (shards_parameters(view.accelerator) or view.args.sequence_parallel_size > 1):
+    if gradients and (view.sharded or view.args.sequence_parallel_size > 1):
         raise ConfigError(
             "the gradient of a completion is not on one process under FSDP, DeepSpeed and sequence_parallel_size."
         )

@@ -50,6 +50,6 @@ def fields_in_source() -> type:
             if isinstance(line, ast.AnnAssign):
                 option = ast.unparse(line.target)
                 kind = eval(ast.unparse(line.annotation), {}, defaultdict[str, Any](lambda: str, names))
-                # without a value the whole line, which is no expression
+                # without a value the whole line, which is not an expression
                 fields[option] = (option, kind, eval(ast.unparse(line.value or line), {}, names))
     return make_dataclass("GRPOConfig", fields.values())

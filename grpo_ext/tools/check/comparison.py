@@ -160,7 +160,7 @@ def _verdict(result: SplitResult, comparison: Comparison, half: bool, tolerance:
     if stage and not sampled:
         return "differs", stage
     for what, error in (("gradient", result.gradient_error), ("weights", result.update_error)):
-        # from other tokens on it is another run
+        # once tokens differ, it is another run
         most = math.inf if sampled and what == "weights" else ROUNDING[what][half]
         if not error <= most:  # or NaN
             return "differs", f"{what}: the exact difference is more than rounding ({most:g})"
