@@ -29,8 +29,14 @@ SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": Tr
 TIMES = re.compile(r"time|per_second|epoch_|flos")
 
 
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory) -> torch.Tensor:
+    """The weights of a run that is not interrupted."""
+    return parameters(ran(make(tmp_path_factory.mktemp("whole"), max_steps=4)))
+
+
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
-def test_a_signal_ends_the_run_after_its_step(tmp_path, caplog, numbers):
+def test_a_signal_ends_the_run_after_its_step(tmp_path, caplog, four_steps, numbers):
     before = {number: signal.getsignal(number) for number in numbers}
     trainer = make(tmp_path / "out", max_steps=4)
     trainer.add_callback(signals(1, *numbers))
@@ -47,10 +53,7 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, caplog, numbers):
     assert "Stopping after this step" in said
     assert f"--resume_from_checkpoint {folder}" in said
     assert {number: signal.getsignal(number) for number in numbers} == before
-    whole, again = make(tmp_path / "whole", max_steps=4), make(tmp_path / "out", max_steps=4)
-    whole.train()
-    again.train(resume_from_checkpoint="latest")
-    assert torch.equal(parameters(whole), parameters(again))
+    assert torch.equal(four_steps, parameters(ran(make(tmp_path / "out", max_steps=4), "latest")))
 
 
 def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
@@ -90,17 +93,18 @@ ONCE_BEST = {"save_strategy": "best", "reward": level_reward, **BEST}
 @pytest.mark.parametrize(
     ("stop", "settings"),
     [
-        (2, STEPS),  # in the middle of an epoch of three steps
-        (3, STEPS),
+        pytest.param(2, STEPS, marks=pytest.mark.full),  # in the middle of an epoch of three steps
+        pytest.param(3, STEPS, marks=pytest.mark.full),
         (4, {**STEPS, "eval_steps": 3}),  # in the last step of all, after which a run evaluates too
-        (3, {**STEPS, "eval_steps": 3, "max_steps": 3}),  # with the last step of an epoch too
+        # with the last step of an epoch too
+        pytest.param(3, {**STEPS, "eval_steps": 3, "max_steps": 3}, marks=pytest.mark.full),
         (3, EPOCH),
         # random numbers in a thread depend on its pace
         (2, {**STEPS, "rollout_lag": 1, "reward": letter_reward}),
         (2, STEPS | SAVES),
         # the second evaluation is not the best, so it would save nothing
         (2, STEPS | ONCE_BEST | {"eval_steps": 1}),
-        (6, EPOCH | ONCE_BEST | {"max_steps": 7}),
+        pytest.param(6, EPOCH | ONCE_BEST | {"max_steps": 7}, marks=pytest.mark.full),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "+".join(value),
 )
@@ -157,36 +161,33 @@ import os, signal, sys
 import torch
 from tests.support.tiny import prompts
 from tests.support.trainers import SAVE, make, on, parameters
-folder, what = sys.argv[1:]
+folder, rank = sys.argv[1], os.environ["RANK"]
 settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": prompts(4, seed=1)}
-rank = os.environ["RANK"]
 stop = on("on_pre_optimizer_step", lambda state: rank == "1" and os.kill(os.getpid(), signal.SIGTERM), at=1)
-seed = 4 if what == "other" else 3
-trainer = make(folder, **SAVE, **settings, seed=seed, callbacks=[stop] if what == "stop" else None)
-try:
-    trainer.train("latest" if what in ("resume", "other") else None)
-except SystemExit as stopped:
-    with open(f"{folder}-status-{rank}", "w") as file:
-        file.write(str(stopped.code))
-    raise
-if rank == "0":
-    torch.save(parameters(trainer), f"{trainer.args.output_dir}/end.pt")
+for what in ("whole", "stop", "resume", "other"):
+    seed = 4 if what == "other" else 3
+    trainer = make(folder, **SAVE, **settings, seed=seed, callbacks=[stop] if what == "stop" else None)
+    try:
+        trainer.train("latest" if what in ("resume", "other") else None)
+    except SystemExit as stopped:
+        with open(f"{folder}-{what}-{rank}", "w") as file:
+            file.write(str(stopped.code))
+        continue
+    if rank == "0":
+        torch.save(parameters(trainer), f"{trainer.args.output_dir}/end.pt")
 """
 
 
 def test_both_processes_stop_where_one_is_asked_and_resume_beside_an_earlier_run(tmp_path):
     (tmp_path / "script.py").write_text(BESIDE)
-    statuses = [two_processes(tmp_path / "script.py", str(tmp_path / "out"), what) for what in ("whole", "stop")]
-    statuses.append(two_processes(tmp_path / "script.py", str(tmp_path / "out"), "resume"))
-    assert [status == 0 for status, _ in statuses] == [True, False, True], statuses[-1][1]
-    for rank in (0, 1):
-        assert (tmp_path / f"out-status-{rank}").read_text() == str(EXIT_STATUS)
+    status, output = two_processes(tmp_path / "script.py", str(tmp_path / "out"))
+    stopped = {path.name: path.read_text() for path in tmp_path.glob("out-*-?")}
+    assert stopped == {f"out-stop-{rank}": str(EXIT_STATUS) for rank in (0, 1)}, output
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["out", "out-2"]
     whole, resumed = (tmp_path / name for name in ("out", "out-2"))
     assert torch.equal(torch.load(whole / "end.pt"), torch.load(resumed / "end.pt"))
     assert logged(read_record(whole).entries) == logged(read_record(resumed).entries)
     # another run is refused by both processes, and one reports it
-    status, output = two_processes(tmp_path / "script.py", str(tmp_path / "out"), "other")
     said = re.split(r"\n[EW]\d+ .*torch/distributed/elastic", output)[0]  # before the launcher's own report
     assert status
     assert said.count("belongs to another run") == said.count("Traceback") == 1, said
