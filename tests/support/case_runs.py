@@ -9,8 +9,8 @@ from grpo_ext.run.rerun import Rerun
 from tests.support.trainers import make
 
 RUN: dict[str, Any] = {
-    **{"report_to": "none", "max_steps": 4, "logging_steps": 1, "global_batch_size": 16, "disable_tqdm": True},
-    **{"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, "loss_type": "grpo"},
+    **{"report_to": "none", "max_steps": 2, "logging_steps": 1, "global_batch_size": 16, "disable_tqdm": True},
+    **{"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2, "loss_type": "grpo"},
 }
 TWICE = {"num_iterations": 2, "rollout_batch_size": 16}  # each rollout batch is trained by two steps
 ALL, CLIPPED = "all weights", "clip_ratio/region_mean"

@@ -32,11 +32,18 @@ class _Noise(GRPOTrainer):
         return loss
 
 
-@pytest.mark.parametrize("most", [1e-4, 1e4])  # a clip that binds hides a factor
-@pytest.mark.parametrize("cls", [_Scaled, _Noise])
+@pytest.mark.parametrize(
+    ("cls", "most"),
+    [
+        (_Scaled, 1e-4),  # a clip that binds hides a factor
+        (_Noise, 1e4),
+        pytest.param(_Scaled, 1e4, marks=pytest.mark.full),
+        pytest.param(_Noise, 1e-4, marks=pytest.mark.full),
+    ],
+)
 def test_a_gradient_that_something_else_changes_is_not_compared(tmp_path, cls, most):
     folder = trained(tmp_path / "run", cls=cls, max_grad_norm=most)
-    again = rerun(folder, 3, {"epsilon": 0.1}, {"loss_type": "dr_grpo"}, cls=cls, max_grad_norm=most)
+    again = rerun(folder, 2, {"epsilon": 0.1}, {"loss_type": "dr_grpo"}, cls=cls, max_grad_norm=most)
     assert again.comparison.verdict == "same bits"
     for compared in again.cases:
         assert "not compared: the gradient of the step differs" in compared["text"]
@@ -52,7 +59,7 @@ class _Advantages(GRPOTrainer):
 
 def test_advantages_that_do_not_follow_from_rewards_say_so_and_other_cases_are_compared(tmp_path):
     folder = trained(tmp_path / "run", cls=_Advantages)
-    again = rerun(folder, 3, {"scale_rewards": "none"}, {"loss_type": "dr_grpo"}, cls=_Advantages)
+    again = rerun(folder, 2, {"scale_rewards": "none"}, {"loss_type": "dr_grpo"}, cls=_Advantages)
     assert again.comparison.verdict == "same bits"
     refused, compared = again.cases
     assert "scale_rewards=none: not compared: it changes advantages" in refused["text"]
@@ -65,8 +72,9 @@ def test_rewards_that_are_others_when_they_are_called_again_are_said(tmp_path):
         return [value + ("b" in text) for value, text in zip(letters(completions), completions, strict=True)]
 
     edited.__name__ = letters.__name__
-    folder = trained(tmp_path / "run", reward=letters)
-    trainer = make(folder, **RUN, reward=edited)
+    changes = {"max_steps": 4, "save_steps": 2}
+    folder = trained(tmp_path / "run", reward=letters, **changes)
+    trainer = make(folder, **{**RUN, **changes}, reward=edited)
     again = trainer.rerun(3, call_rewards=True, cases=[{"scale_rewards": "none"}, {"loss_type": "dr_grpo"}])
     assert again.comparison.verdict == "different"
     assert "functions, called again, gave other rewards" in again.cases[0]["text"]
@@ -76,9 +84,9 @@ def test_rewards_that_are_others_when_they_are_called_again_are_said(tmp_path):
 def test_a_case_whose_loss_is_not_finite_leaves_the_rerun_and_other_cases_as_they_are(tmp_path):
     folder = trained(tmp_path / "run", reward=letters, scale_rewards="none")
     cases = {"entropy_coef": 3e38}, {"reward_weights": [2.0]}
-    again = rerun(folder, 3, *cases, reward=letters, scale_rewards="none")
+    again = rerun(folder, 2, *cases, reward=letters, scale_rewards="none")
     assert again.comparison.verdict == "same bits"
-    assert "not compared: the loss of step 3 is" in again.cases[0]["text"]
+    assert "not compared: the loss of step 2 is" in again.cases[0]["text"]
     assert again.cases[1]["gradient"][ALL]["ratio"] == pytest.approx(2.0, rel=1e-6)
 
 
@@ -87,7 +95,7 @@ def test_a_case_whose_loss_is_not_finite_leaves_the_rerun_and_other_cases_as_the
 
 def test_an_epsilon_that_the_optimizer_does_not_have_is_not_a_case(tmp_path):
     folder = trained(tmp_path / "run", optim="sgd")
-    [compared] = rerun(folder, 3, {"adam_epsilon": 1e-2}, optim="sgd").cases
+    [compared] = rerun(folder, 2, {"adam_epsilon": 1e-2}, optim="sgd").cases
     assert compared["text"].endswith("cannot be a case of a step: the optimizer has no eps=0.0001")
 
 
@@ -97,7 +105,7 @@ def test_a_rate_of_the_optimizers_own_is_not_a_case(tmp_path):
         return {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
 
     make(tmp_path / "run", **RUN, **own()).train()
-    [compared] = make(tmp_path / "run", **RUN, **own()).rerun(3, cases=[{"learning_rate": 0.1}]).cases
+    [compared] = make(tmp_path / "run", **RUN, **own()).rerun(2, cases=[{"learning_rate": 0.1}]).cases
     assert compared["text"].endswith("the optimizer's rate is not a part of learning_rate=0.01")
 
 
@@ -117,7 +125,7 @@ def test_a_bound_that_is_not_named_stays_as_a_script_has_set_it(tmp_path):
 
 def test_a_norm_of_zero_or_less_does_not_clip(tmp_path):
     folder = trained(tmp_path / "run", max_grad_norm=1e9)
-    for compared in rerun(folder, 3, {"max_grad_norm": 0.0}, {"max_grad_norm": -1.0}, max_grad_norm=1e9).cases:
+    for compared in rerun(folder, 2, {"max_grad_norm": 0.0}, {"max_grad_norm": -1.0}, max_grad_norm=1e9).cases:
         assert compared["update"][ALL]["difference"] == 0.0
 
 
@@ -135,7 +143,7 @@ def test_states_in_float32_of_weights_in_bfloat16_stay_exact(tmp_path, monkeypat
                 run(self, step)
 
     monkeypatch.setattr(Cases, "run", noted)
-    again = rerun(folder, 4, {"learning_rate": 1e-3}, model=tiny_model().bfloat16(), **settings)
+    again = rerun(folder, 2, {"learning_rate": 1e-3}, model=tiny_model().bfloat16(), **settings)
     assert again.comparison.verdict == "same bits"
     before, after = states
     assert torch.float32 in {value.dtype for value in before}
@@ -148,7 +156,7 @@ def test_states_in_float32_of_weights_in_bfloat16_stay_exact(tmp_path, monkeypat
 def test_weights_and_scales_may_be_written_as_in_trl(tmp_path):
     folder = trained(tmp_path / "run", reward=letters)
     cases: list[dict[str, Any]] = [{"reward_weights": None}, {"scale_rewards": True}, {"scale_rewards": False}]
-    again = rerun(folder, 3, *cases, reward=letters)
+    again = rerun(folder, 2, *cases, reward=letters)
     default, group, none = again.cases
     assert default["gradient"][ALL]["difference"] == group["gradient"][ALL]["difference"] == 0.0
     assert none["gradient"][ALL]["difference"] > 0
@@ -157,7 +165,7 @@ def test_weights_and_scales_may_be_written_as_in_trl(tmp_path):
 def test_a_teacher_has_a_coefficient(tmp_path):
     trainer = make(tmp_path / "run", **RUN, teacher_model=tiny_model())
     with pytest.raises(ConfigError, match="teacher_kl_coef=None cannot be a case of a step: it is a number with"):
-        trainer.rerun(3, cases=[{"teacher_kl_coef": None}])
+        trainer.rerun(2, cases=[{"teacher_kl_coef": None}])
 
 
 # ---- What is logged and written -------------------------------------------------------------------------------------
@@ -171,13 +179,20 @@ class _Logs(GRPOTrainer):
         return loss
 
 
-@pytest.mark.parametrize("cases", [(), ({"epsilon": 0.5}, {"loss_type": "dr_grpo"})], ids=["record", "cases"])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param((), marks=pytest.mark.full, id="record"),
+        pytest.param(({"epsilon": 0.5}, {"loss_type": "dr_grpo"}), id="cases"),
+    ],
+)
 def test_what_a_loss_logs_is_that_of_the_step_alone(tmp_path, cases):
-    folder = trained(tmp_path / "run", cls=_Logs)
-    trainer = make(folder, **RUN, cls=_Logs)
-    again = trainer.rerun(3, gradients=True, cases=cases)
+    changes = {"max_steps": 3, "cls": _Logs}  # the last step has a second line
+    folder = trained(tmp_path / "run", **changes)
+    trainer = make(folder, **{**RUN, **changes})
+    again = trainer.rerun(2, gradients=True, cases=cases)
     of_run, of_rerun = (
-        [line["values"].get("squared") for line in read_record(part).entries if line["step"] == 3]
+        [line["values"].get("squared") for line in read_record(part).entries if line["step"] == 2]
         for part in (folder, again.folder)
     )
     assert of_run == of_rerun[:1]  # and a line at the end
@@ -188,17 +203,17 @@ def test_what_a_loss_logs_is_that_of_the_step_alone(tmp_path, cases):
 @pytest.mark.parametrize(("loss", "known"), [("sapo", False), ("grpo", True)])
 def test_a_loss_without_a_clip_has_no_clipped_tokens(tmp_path, loss, known):
     folder = trained(tmp_path / "run", loss_type=loss)
-    again = rerun(folder, 3, {"epsilon": 0.5}, loss_type=loss)
+    again = rerun(folder, 2, {"epsilon": 0.5}, loss_type=loss)
     assert all((row["tokens"]["clipped"] is not None) == known for row in rows_of(again))
     assert ("the clip never binds" in again.cases[0]["text"]) == known
     assert "no difference" in again.cases[0]["text"]
 
 
-@pytest.mark.parametrize(("loss", "epsilon"), [("cispo", 50.0), ("grpo", 50.0)])
+@pytest.mark.parametrize(("loss", "epsilon"), [("cispo", 50.0), pytest.param("grpo", 50.0, marks=pytest.mark.full)])
 def test_a_clip_of_each_loss_that_never_binds_is_said(tmp_path, loss, epsilon):
     changes = {**TWICE, "loss_type": loss, "epsilon": epsilon, "epsilon_high": epsilon}
     folder = trained(tmp_path / "run", **changes)
-    [compared] = rerun(folder, 4, {"epsilon": 2 * epsilon, "epsilon_high": 2 * epsilon}, **changes).cases
+    [compared] = rerun(folder, 2, {"epsilon": 2 * epsilon, "epsilon_high": 2 * epsilon}, **changes).cases
     assert "the clip never binds in this step" in compared["text"]
 
 
