@@ -30,11 +30,11 @@ def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_sett
     def adapter() -> Any:
         return peft.LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=tokens, **_TARGETS)
 
-    whole = update(tmp_path, adapter(), per_device_train_batch_size=16, max_steps=2)
+    whole = update(tmp_path, adapter(), per_device_train_batch_size=16)
     assert "looks for tokens in every row" in caplog.text
-    assert error(whole, update(tmp_path, adapter(), max_steps=2)) <= UPDATE
+    assert error(whole, update(tmp_path, adapter())) <= UPDATE
     other = peft.LoraConfig(task_type="CAUSAL_LM", **_TARGETS)
-    assert error(whole, update(tmp_path, other, max_steps=2)) > DIFFERENT  # it was active from there on only
+    assert error(whole, update(tmp_path, other)) > DIFFERENT  # it was active from there on only
 
 
 @pytest.mark.parametrize(

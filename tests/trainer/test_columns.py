@@ -51,7 +51,10 @@ def sent(folder: Any, monkeypatch: Any, **settings: Any) -> tuple[int, int, int]
     return size, len(batch["completion_ids"].values), prompts
 
 
-@pytest.mark.parametrize(("settings", "logps"), [({}, 1), ({"beta": 0.1}, 2), ({"num_iterations": 2, "beta": 0.1}, 3)])
+@pytest.mark.parametrize(
+    ("settings", "logps"),
+    [({}, 1), pytest.param({"beta": 0.1}, 2, marks=pytest.mark.full), ({"num_iterations": 2, "beta": 0.1}, 3)],
+)
 def test_a_token_takes_4_bytes_and_4_for_each_log_probability_and_a_prompt_is_sent_once(
     tmp_path, monkeypatch, settings, logps
 ):
