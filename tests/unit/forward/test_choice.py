@@ -13,6 +13,7 @@ from grpo_ext.forward import attention, forms
 from grpo_ext.forward.choice import ForwardChoice
 from grpo_ext.forward.form_check import RowsAlone, probe_rows, why_form_fails
 from tests.support.packs import rows_of, scoring
+from tests.support.selection import few_of
 from tests.support.tiny import tiny_tokenizer
 from tests.support.trainers import LORA
 
@@ -44,7 +45,7 @@ def why_no_packs(model: Any, precision: str, batch: Any = None) -> str | None:
         return next(filter(None, (why_form_fails("packed", RowsAlone(model, rows)) for rows in batches)), None)
 
 
-@pytest.mark.parametrize("start", range(12))
+@pytest.mark.parametrize("start", few_of(range(12), range(len(KINDS))))
 def test_a_healthy_start_is_not_refused(start):
     source = random.Random(start)
     kind, precision = list(KINDS)[start % len(KINDS)], PRECISIONS[start % 3]
@@ -102,7 +103,7 @@ def _windows_are_lost(monkeypatch: Any, model: Any) -> None:
 SMALL, LOST = {"initializer_range": 0.1}, "times the rounding, where up to 4 is rounding"
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", few_of(PRECISIONS, ("autocast",)))
 @pytest.mark.parametrize(
     ("fault", "kind", "sizes", "says"),
     [

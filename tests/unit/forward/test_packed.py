@@ -1,6 +1,9 @@
 """The packed forward gives the log-probabilities, entropies, router counts and gradients of the padded one."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +21,16 @@ from tests.support.varlen import layout_of, states_of
 from tests.tolerances import FLOAT64_SUMS, SAME_ALGEBRA, UPDATE
 
 
+def pairs() -> Iterator[Any]:
+    """Models and shapes: each of them in `make test`."""
+    for kind, shape in itertools.product(MODELS, SHAPES):
+        if shape == "groups" or kind in ("qwen2", "gemma3"):
+            marks = () if shape == "groups" or kind == "gemma3" else pytest.mark.full
+            yield pytest.param(kind, shape, marks=marks)
+
+
 @pytest.mark.parametrize("split", [True, False], ids=["segments", "dense"])
-@pytest.mark.parametrize(
-    ("kind", "shape"), [(k, s) for k in MODELS for s in SHAPES if s == "groups" or k in ("qwen2", "gemma3")]
-)
+@pytest.mark.parametrize(("kind", "shape"), pairs())
 def test_a_pack_gives_the_same_scores_and_gradients(monkeypatch, kind, shape, split):
     monkeypatch.setattr(attention, "_CALL_COST", 0 if split else 10**9)
     model = model_of(kind)

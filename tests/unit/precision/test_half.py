@@ -75,7 +75,7 @@ def test_the_weights_are_put_back_after_an_error():
 
 
 def test_a_bitwise_run_with_an_adapter_keeps_its_bits_across_splits(tmp_path):
-    settings = {"peft_config": LoraConfig(**LORA), "bf16": True, "bitwise_invariant": True, "max_steps": 2}
+    settings = {"peft_config": LoraConfig(**LORA), "bf16": True, "bitwise_invariant": True, "max_steps": 1}
     settings |= {"canonical_unit_size": 3, "rollout_chunk_size": 8}
     changes = [update(tmp_path / str(size), per_device_train_batch_size=size, **settings)[0] for size in (16, 5)]
     assert float(changes[0].abs().max()) > 0

@@ -129,7 +129,7 @@ def test_experts_under_an_adapter_keep_their_attributes():
     assert [vars(module).keys() for module in model.modules()] == before
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", few_of([False, True], [False]))
 @pytest.mark.parametrize("kind", few_of(("qwen2", "moe", "lfm2"), ("qwen2",)))
 def test_parts_add_up_under_gradient_checkpointing(kind, reentrant):
     model = network(kind)
