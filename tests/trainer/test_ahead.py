@@ -22,6 +22,7 @@ from grpo_ext.errors import ConfigError, ModelError, ProcessError, RewardError
 from grpo_ext.forward.snapshot import Abandoned, Snapshot
 from grpo_ext.runtime.determinism import computing_with
 from tests.support.architectures import architecture
+from tests.support.selection import few_of
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import prompts, tiny_model
 from tests.support.trainers import LORA, SAVE, batches_of, log_of, make, on, other, parameters, passing_on, ran, watched
@@ -41,7 +42,7 @@ def assert_sampled_by(rollout: Any, model: Any) -> None:
 
 
 def test_old_log_probabilities_are_those_of_the_step_that_is_named(tmp_path):
-    trainer = make(tmp_path, max_steps=5, rollout_lag=2, **SAVE)
+    trainer = make(tmp_path, max_steps=4, rollout_lag=2, **SAVE)
     rollouts = batches_of(trainer)
     trainer.train()
     for step, rollout in enumerate(rollouts):
@@ -60,14 +61,14 @@ def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
                 if name.endswith("e_score_correction_bias"):
                     buffer.add_(torch.randn(buffer.shape, generator=generator).to(buffer))
 
-        return other(folder, model=model, rollout_lag=1, max_steps=5, callbacks=[on("on_step_end", balance)])
+        return other(folder, model=model, rollout_lag=1, callbacks=[on("on_step_end", balance)])
 
     whole = balanced(tmp_path)
     rollouts = batches_of(whole)
     whole.train()
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float32).eval()
-    assert_sampled_by(rollouts[4], model)
-    again = ran(balanced(tmp_path), tmp_path / "checkpoint-3")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1", dtype=torch.float32).eval()
+    assert_sampled_by(rollouts[2], model)
+    again = ran(balanced(tmp_path), tmp_path / "checkpoint-1")
     assert torch.equal(parameters(whole), parameters(again))
 
 
@@ -102,7 +103,7 @@ def test_an_error_in_the_thread_is_the_error_of_the_run(tmp_path, reward, error,
 
 def test_copies_compute_in_the_precision_of_training(tmp_path):
     kinds: dict[str, set[torch.dtype]] = {"training": set(), "sampling": set()}
-    trainer = make(tmp_path, rollout_lag=1, bf16=True)
+    trainer = make(tmp_path, rollout_lag=1, bf16=True, max_steps=2)
 
     def note(module: Any, args: Any, output: torch.Tensor) -> None:
         main = threading.current_thread() is threading.main_thread()
@@ -137,17 +138,17 @@ def server(tmp_path, monkeypatch) -> StandIn:
 @pytest.mark.parametrize(("evaluates", "dynamic"), [(True, False), pytest.param(False, True, marks=pytest.mark.full)])
 def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, evaluates, dynamic):
     lag = 1 + evaluates
-    settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 5, "learning_rate": 1e-2, "top_k": 0}
+    settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 4, "learning_rate": 1e-2, "top_k": 0}
     settings["dynamic_sampling"] = dynamic
     if evaluates:
         settings |= {"eval_dataset": prompts(4, seed=1), "eval_strategy": "steps", "eval_steps": 1}
     trainer = ran(other(tmp_path, rollout_lag=lag, **settings))
     for name in ("min", "max"):  # of the trainer's log-probabilities to the server's
         ratios = log_of(trainer, f"sampling/importance_sampling_ratio/{name}")
-        assert len(ratios) >= 5
+        assert len(ratios) >= 4
         assert ratios == pytest.approx([1.0] * len(ratios), abs=1e-4)
     assert max(log_of(trainer, "sampling/ratio_max")) > 1.2
-    assert server.sent >= 5 - lag
+    assert server.sent >= 4 - lag
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -169,7 +170,7 @@ def test_the_threads_of_a_cpu_are_divided(tmp_path):
     def note(part: str) -> None:
         seen.add((part, torch.get_num_threads()))
 
-    trainer = make(tmp_path, reward=watched(lambda **columns: note("sampling")), rollout_lag=1)
+    trainer = make(tmp_path, reward=watched(lambda **columns: note("sampling")), rollout_lag=1, max_steps=2)
     trainer.add_callback(on("on_step_end", lambda state: note("training")))
     with computing_with(4):
         trainer.train()
@@ -206,7 +207,8 @@ def test_a_model_with_a_forward_of_its_own_is_refused(tmp_path, part, name):
         make(tmp_path / "one", model=model, rollout_lag=1)
     used = tiny_model()
     make(tmp_path / "two", model=used)
-    make(tmp_path / "three", model=used, rollout_lag=1).train()  # a trainer before it has left the head of this package
+    # a trainer before it has left the head of this package
+    make(tmp_path / "three", model=used, rollout_lag=1, max_steps=1).train()
 
 
 def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
@@ -223,7 +225,7 @@ def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
 
 def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the_speed(tmp_path):
     runs = []
-    for training, rewards in ((0.3, 0.0), (0.0, 0.3)):
+    for training, rewards in ((0.1, 0.0), (0.0, 0.1)):
         reward = watched(lambda slow=rewards, **columns: time.sleep(slow))
         settings = {"rollout_lag": 2, "max_steps": 5, "max_completion_length": 4, "rollout_chunk_size": 16}
         trainer = make(tmp_path / str(training), reward=reward, **settings)
@@ -236,7 +238,7 @@ def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the
     assert log_of(runs[0], "reward")[-1] > 2.0  # no share of letters
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", few_of([False, True], [False]))
 def test_rewards_are_joined_and_logged_as_at_the_submission(tmp_path, dynamic):
     def one(completions: list[str], **columns: Any) -> list[float]:
         return [1.0] * len(completions)
@@ -266,7 +268,7 @@ def test_what_is_set_around_training_is_set_for_sampling(tmp_path):
     reward = watched(lambda **columns: seen.add((threading.current_thread().name, request.get())))
     token = request.set("seven")
     try:
-        trainer = make(tmp_path, reward=reward, rollout_lag=1)
+        trainer = make(tmp_path, reward=reward, rollout_lag=1, max_steps=2)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             trainer.train()
     finally:
@@ -326,6 +328,6 @@ class Gathering(GRPOTrainer):
 
 def test_overrides_that_work_with_a_lag_run_where_they_may_gather(tmp_path):
     Gathering.gathered = set()
-    make(tmp_path, cls=Gathering, rollout_lag=1).train()
+    make(tmp_path, cls=Gathering, rollout_lag=1, max_steps=2).train()
     where = {("rewards", "MainThread", 2), ("logps", "rollouts", 0), ("logps", "MainThread", 0)}
     assert Gathering.gathered == where

@@ -47,6 +47,7 @@ def recorded_in(events: list[tuple[Any, ...]], cls: type, folder: Any, *callback
         {
             **{"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 5, "per_device_eval_batch_size": 5},
             "gradient_accumulation_steps": 2,
+            "max_steps": 2,
         },
     ],
     ids=["default precision and checkpoints", "evaluations and other sizes"],

@@ -15,6 +15,7 @@ from grpo_ext.forward import choice
 from grpo_ext.rollouts.ahead import RolloutsAhead
 from tests.support.architectures import architecture
 from tests.support.decoding import decoding
+from tests.support.selection import few_of
 from tests.support.tiny import prompts, sparse_reward, tiny_model
 from tests.support.trainers import change, error, form_of, log_of, make, ran, update
 from tests.tolerances import UPDATE
@@ -32,7 +33,7 @@ def plain_update(tmp_path_factory):
     @functools.cache
     def of(kind: str) -> torch.Tensor:
         with decoding(compact=False):
-            return update(tmp_path_factory.mktemp("plain"), model=kind, reward=sparse_reward, **PLAIN)[0]
+            return update(tmp_path_factory.mktemp("plain"), model=kind, reward=sparse_reward, max_steps=1, **PLAIN)[0]
 
     return of
 
@@ -45,7 +46,8 @@ def plain_update(tmp_path_factory):
 def test_a_switch_does_not_change_the_update(tmp_path, plain_update, kind, switch):
     plain = plain_update(kind)
     with decoding(compact=switch is FULL):
-        switched, _ = update(tmp_path / "switched", model=kind, reward=sparse_reward, **{**PLAIN, **switch})
+        settings = {"reward": sparse_reward, "max_steps": 1, **PLAIN, **switch}
+        switched, _ = update(tmp_path / "switched", model=kind, **settings)
     assert error(plain, switched) <= UPDATE
 
 
@@ -61,20 +63,22 @@ def sizes_of_forwards(trainer: GRPOTrainer, dim: int | None = None) -> list[int]
     return sizes
 
 
-@pytest.mark.parametrize("settings", [{}, {"skip_zero_contribution": False}, *OTHER_TERMS], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"skip_zero_contribution": False}, *few_of(OTHER_TERMS, OTHER_TERMS[:1])], ids=str
+)
 def test_completions_without_a_contribution_are_not_run(tmp_path, settings):
-    trainer = make(tmp_path, reward=sparse_reward, forward="padded", **settings)
+    trainer = make(tmp_path, reward=sparse_reward, forward="padded", max_steps=1, **settings)
     rows = sizes_of_forwards(trainer, 0)
     trainer.train()
-    assert sum(rows) == 3 * 16 if settings else 0 < sum(rows) < 3 * 16
+    assert sum(rows) == 16 if settings else 0 < sum(rows) < 16
 
 
 def test_the_budget_holds_in_every_forward(tmp_path):
-    trainer = make(tmp_path, micro_batch_tokens=45)
+    trainer = make(tmp_path, micro_batch_tokens=45, max_steps=1)
     tokens = sizes_of_forwards(trainer)
     trainer.train()
     assert max(tokens) <= 45
-    assert len(tokens) > 3 * 2
+    assert len(tokens) > 2
 
 
 def test_a_form_is_chosen_and_can_be_set(tmp_path):
@@ -133,7 +137,7 @@ def test_forms_are_compared_once_before_training_or_an_evaluation(tmp_path, monk
     assert len(models) >= 2 + 2 * lag
 
 
-@pytest.mark.parametrize("kind", ["doge", "bloom"])
+@pytest.mark.parametrize("kind", few_of(["doge", "bloom"], ["doge"]))
 def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog, kind):
     """The first looks as if it did, and fails on its mask."""
     no_experts = {"router_aux_loss_coef": 0.0}  # Doge's configuration names a coefficient also without experts
@@ -148,7 +152,7 @@ def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog,
 
 def test_a_loss_computed_outside_a_step_does_not_run_packs_under_checkpointing(tmp_path):
     """Its backward pass runs the layers again where packs are off."""
-    trainer = ran(make(tmp_path, gradient_checkpointing=True))
+    trainer = ran(make(tmp_path, gradient_checkpointing=True, max_steps=1))
     plain = make(tmp_path / "plain", gradient_checkpointing=True, forward="padded")
     plain.model.load_state_dict(trainer.model.state_dict())
     rows = [row for row in prompts(2).to_list() for _ in range(4)]
@@ -178,7 +182,7 @@ KNOWS_LAYERS = "every_n_layers" in inspect.signature(PreTrainedModel._set_gradie
     [
         ({"every_n_layers": 2}, {"beta": 0.1}),
         ({"every_n_layers": 2, "use_reentrant": False}, {"forward": "prefix"}),
-        ({"every_n_layers": 2}, {"rollout_lag": 1}),
+        pytest.param({"every_n_layers": 2}, {"rollout_lag": 1}, marks=pytest.mark.full),
         ({"offload": True}, {"num_iterations": 2}),
     ],
 )
@@ -188,7 +192,7 @@ def test_gradient_checkpointing_stays_as_the_trainer_enabled_it(tmp_path, monkey
     checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
     layers: set[tuple[bool, ...]] = set()
     functions: set[int] = set()
-    trainer = make(tmp_path, max_steps=3, **checkpointed, **settings)
+    trainer = make(tmp_path, max_steps=2, **checkpointed, **settings)
     model = trainer.model.model
 
     def note(module: Any, args: Any) -> None:
@@ -200,4 +204,4 @@ def test_gradient_checkpointing_stays_as_the_trainer_enabled_it(tmp_path, monkey
     update = change(trainer)
     assert layers == {(True, "every_n_layers" not in kwargs)}
     assert len(functions) == 1 + (settings.get("forward") == "prefix")  # the comparison of forms has its own
-    assert error(change(make(tmp_path / "plain", max_steps=3, **settings)), update) <= UPDATE
+    assert error(change(make(tmp_path / "plain", max_steps=2, **settings)), update) <= UPDATE
