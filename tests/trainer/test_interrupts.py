@@ -24,6 +24,7 @@ from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import make, noted_events, on, parameters, ran, signals, stopping, watched
 
 STEPS, EPOCH = {"eval_strategy": "steps", "eval_steps": 2}, {"eval_strategy": "epoch", "logging_strategy": "epoch"}
+EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
 BEST = {"metric_for_best_model": "eval_reward", "greater_is_better": True}
 SAVES = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, **BEST}
 TIMES = re.compile(r"time|per_second|epoch_|flos")
@@ -95,15 +96,16 @@ ONCE_BEST = {"save_strategy": "best", "reward": level_reward, **BEST}
     [
         pytest.param(2, STEPS, marks=pytest.mark.full),  # in the middle of an epoch of three steps
         pytest.param(3, STEPS, marks=pytest.mark.full),
-        (4, {**STEPS, "eval_steps": 3}),  # in the last step of all, after which a run evaluates too
+        (2, {**EACH_STEP, "eval_steps": 3}),  # in the last step of all, after which a run evaluates too
         # with the last step of an epoch too
         pytest.param(3, {**STEPS, "eval_steps": 3, "max_steps": 3}, marks=pytest.mark.full),
         (3, EPOCH),
         # random numbers in a thread depend on its pace
-        (2, {**STEPS, "rollout_lag": 1, "reward": letter_reward}),
-        (2, STEPS | SAVES),
+        (1, {**EACH_STEP, "rollout_lag": 1, "reward": letter_reward, "max_steps": 3}),
+        (1, EACH_STEP | SAVES | {"save_steps": 1}),
         # the second evaluation is not the best, so it would save nothing
-        (2, STEPS | ONCE_BEST | {"eval_steps": 1}),
+        (2, EACH_STEP | ONCE_BEST | {"max_steps": 3}),
+        pytest.param(2, STEPS | SAVES, marks=pytest.mark.full),
         pytest.param(6, EPOCH | ONCE_BEST | {"max_steps": 7}, marks=pytest.mark.full),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "+".join(value),
