@@ -58,7 +58,7 @@ def plain(tmp_path_factory):
         (in_place, {"late": "on_train_begin"}),
         pytest.param(in_place, {"bitwise_invariant": True}, marks=pytest.mark.full),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_hook_that_is_not_linear_gives_the_same_update_for_every_micro_batch_size(tmp_path, plain, hook, settings):
     whole, parts = (

@@ -142,6 +142,7 @@ def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_
     assert error(expected, change(with_tools(tmp_path / "other", family, other, **settings))) > DIFFERENT
 
 
+@pytest.mark.full
 def test_with_shown_images_the_bits_are_the_same_and_a_run_is_resumed(tmp_path):
     whole = change(with_tools(tmp_path / "whole", per_device_train_batch_size=8, **EXACT))
     assert torch.equal(whole, change(with_tools(tmp_path / "parts", per_device_train_batch_size=3, **EXACT)))
@@ -234,6 +235,7 @@ def test_images_that_cannot_be_placed_are_refused(tmp_path, parts, words):
         make(tmp_path, **parts()).train()
 
 
+@pytest.mark.full
 def test_a_stream_of_images_trains_like_a_data_set_with_a_length(tmp_path):
     rows = image_rows(8, **MIXED)
     whole = change(make(tmp_path / "whole", train_dataset=rows, shuffle_dataset=False))
