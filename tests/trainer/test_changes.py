@@ -176,27 +176,28 @@ def other_scorer(trainer: Any) -> None:
 TURNS = {"max_completion_length": 200}
 
 
+TALKING = talking()
 DOUBLES = talking(call("double", number=4) + EOS, call("count", number=3) + EOS)
 CUT = {"max_completion_length": 10}  # as wide as what is sampled: a shorter row has ended
 # settings of a rollout batch that are followed, by the names of docs/overrides.md (the first word): the change, the
 # parts of the run, its settings
 FOLLOWED: dict[str, tuple[Any, ...]] = {
-    "chat_template": (setting("chat_template", OTHER), talking(), TURNS),
-    "chat_template_kwargs": (setting("chat_template_kwargs", {"style": "curt"}), talking(), TURNS),
+    "chat_template": (setting("chat_template", OTHER), TALKING, TURNS),
+    "chat_template_kwargs": (setting("chat_template_kwargs", {"style": "curt"}), TALKING, TURNS),
     "chat_template_kwargs in place": (
         lambda trainer: trainer.chat_template_kwargs.update(style="rude"),
-        talking(),
+        TALKING,
         TURNS,
     ),
-    "processing_class": (other_tokenizer, talking(), TURNS),
-    "processing_class in place": (setting("processing_class.chat_template", OTHER), talking(), TURNS),
+    "processing_class": (other_tokenizer, TALKING, TURNS),
+    "processing_class in place": (setting("processing_class.chat_template", OTHER), TALKING, TURNS),
     "tools": (lambda trainer: trainer.tools.append(double), DOUBLES, TURNS),
     "environment_factories": (other_environments, playing, TURNS),
     "eos_token_ids": (setting("eos_token_ids", [1, 5, 7]),),
     "generation_config": (setting("generation_config.max_new_tokens", 4), spelling),
     "generation_kwargs": (setting("generation_kwargs", {"top_k": 1}),),
-    "max_completion_length": (setting("max_completion_length", 60), talking(), TURNS),
-    "max_tool_calling_iterations": (setting("max_tool_calling_iterations", 1), talking(), TURNS),
+    "max_completion_length": (setting("max_completion_length", 60), TALKING, TURNS),
+    "max_tool_calling_iterations": (setting("max_tool_calling_iterations", 1), TALKING, TURNS),
     "mask_truncated_completions": (setting("mask_truncated_completions", True), dict, CUT),
     "rollout_func": (setting("rollout_func", given_rollout),),
     "reward_funcs": (setting("reward_funcs", [letter_reward, length_reward]), two_rewards),
