@@ -26,6 +26,7 @@ from grpo_ext.run.fingerprint import FINGERPRINT
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.record import read_record
 from grpo_ext.run.state import STATE, load_state, save_state
+from tests.support.selection import few_of
 from tests.support.tiny import prompts, sparse_reward, tiny_model, tokenizer_with
 from tests.support.trainers import (
     LORA,
@@ -230,21 +231,19 @@ def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, cap
     assert "are left alone" in caplog.text
 
 
-def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy):
+@pytest.mark.parametrize("word", few_of(["checkpoint-1", "latest", "auto"], ["latest", "auto"]))
+def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, word):
     """By its path, "latest" and "auto": one folder and one log, and the bits of the run that was not interrupted."""
-    whole = load_file(run / "checkpoint-3" / "model.safetensors")
     beside = Path(f"{copy}-2")
-    for word in (str(beside / "checkpoint-1"), "latest", "auto"):
-        shutil.rmtree(beside, ignore_errors=True)
-        stopped = make(copy, **SAVE, callbacks=[signals(0, signal.SIGTERM)])
-        with pytest.raises(TrainingInterrupted) as interrupted:
-            stopped.train()
-        assert interrupted.value.checkpoint == str(beside / "checkpoint-1")
-        again = ran(make(copy, **SAVE), word)
-        assert again.args.output_dir == str(beside)
-        assert all(torch.equal(whole[name], value) for name, value in again.model.named_parameters())
-        assert [entry["step"] for entry in read_record(beside).entries if "loss" in entry["values"]] == [1, 2, 3]
-        assert [folder.name for folder in checkpoints(beside)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    with pytest.raises(TrainingInterrupted) as interrupted:
+        make(copy, **SAVE, callbacks=[signals(0, signal.SIGTERM)]).train()
+    assert interrupted.value.checkpoint == str(beside / "checkpoint-1")
+    again = ran(make(copy, **SAVE), str(beside / word) if word.startswith("checkpoint") else word)
+    assert again.args.output_dir == str(beside)
+    whole = load_file(run / "checkpoint-3" / "model.safetensors")
+    assert all(torch.equal(whole[name], value) for name, value in again.model.named_parameters())
+    assert [entry["step"] for entry in read_record(beside).entries if "loss" in entry["values"]] == [1, 2, 3]
+    assert [folder.name for folder in checkpoints(beside)] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert not Path(f"{copy}-3").exists()
     assert [folder.name for folder in checkpoints(copy)] == [folder.name for folder in checkpoints(run)]
 

@@ -95,7 +95,7 @@ def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
     assert evaluated("three", 90, 6) != pytest.approx(one, rel=1e-5)
 
 
-@pytest.mark.parametrize("per_prompt", [(1, 2), (0,), (1, 0)])
+@pytest.mark.parametrize("per_prompt", few_of([(1, 2), (0,), (1, 0)], [(1, 2), (1, 0)]))
 def test_where_weights_are_shared_either_every_prompt_has_an_image_or_none(tmp_path, per_prompt):
     trainer = make(tmp_path, train_dataset=image_rows(8, per_prompt), max_steps=1)
     share_forwards(trainer)
@@ -129,7 +129,8 @@ def with_tools(folder: Any, family: str = "llava", tool: Any = look, **settings:
     ],
 )
 def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_path, family, tool, other, masks):
-    settings = {"mask_truncated_completions": masks, "num_iterations": 1 + masks, "max_steps": 1 + masks}
+    settings = {"mask_truncated_completions": masks, "num_iterations": 1 + masks}
+    settings["max_steps"] = 1 if tool is Gallery else 2  # which shows one before the first token
     whole = with_tools(tmp_path / "whole", family, tool, per_device_train_batch_size=16, **settings)
     expected = change(whole)
     assert log_of(whole, "tools/call_frequency")[0] > 0
