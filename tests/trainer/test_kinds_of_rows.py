@@ -1,6 +1,8 @@
 """Rows of different kinds in one data set: each is judged by itself, and what cannot be trained is found at once."""
 
 import collections
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -104,8 +106,13 @@ def larger(token: str, **changes: Any) -> Any:
     return tokenizer
 
 
-@pytest.mark.parametrize("words", ODD)
-@pytest.mark.parametrize("streamed", [False, True])
+def odd_rows() -> Iterator[Any]:
+    """In `make test` two of them in a stream too, where the same function looks at them."""
+    for streamed, (place, words) in itertools.product((False, True), enumerate(ODD)):
+        yield pytest.param(streamed, words, marks=pytest.mark.full if streamed and place > 1 else ())
+
+
+@pytest.mark.parametrize(("streamed", "words"), odd_rows())
 def test_a_prompt_of_a_kind_that_cannot_be_trained_is_found(tmp_path, words, streamed):
     """At construction; in a stream by the first rollout, with the same words."""
     chat = larger("<image>", chat_template=REFUSES_SYSTEM)
