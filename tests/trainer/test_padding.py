@@ -31,6 +31,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "hook": (lambda: with_hook(1), "equal_lengths"),
     "hook_over_rows": (lambda: with_hook(0), "single"),
 }
+EIGHT: dict[str, Any] = {"max_steps": 1, "global_batch_size": 8}
 # of a model, a module, and a hook; of what begins at zero or small. The others are wrong in the same ways
 FEW = ("recurrent_gemma", "mean", "zero", "scale", "hook_over_rows")
 
@@ -54,23 +55,24 @@ def forwards_of(trainer: Any) -> list[tuple[int, set[int]]]:
 def test_the_update_does_not_depend_on_the_micro_batch_size(tmp_path, kind):
     build, batching = WRONG[kind]
     # a module that begins at zero, or small, is wrong once it has moved
-    settings = {"learning_rate": 1e-2} if kind in ("zero", "identity", "scale") else {"max_steps": 1}
+    settings = {"learning_rate": 1e-2, "max_steps": 2} if kind in ("zero", "identity", "scale") else {"max_steps": 1}
+    settings["global_batch_size"] = 8
     learned = []
-    for size in (16, 1):
+    for size in (8, 1):
         trainer = make(tmp_path / str(size), build(), per_device_train_batch_size=size, **settings)
         forwards = forwards_of(trainer)
         learned.append(change(trainer))
         assert trainer._forwards.choice.batching(trainer.model) == batching
         assert all(widths == {0} for _, widths in forwards)
-        if size == 16:
+        if size == 8:
             assert (max(rows for rows, _ in forwards) > 1) is (batching == "equal_lengths")
     assert error(*learned) <= UPDATE
 
 
 def test_the_control_is_wrong_where_rows_are_padded(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "why_form_fails", lambda *args: None)
-    settings = {"forward": "padded", "max_steps": 1}
-    sizes = ({"per_device_train_batch_size": size} for size in (16, 1))
+    settings = {"forward": "padded", "max_steps": 1, "global_batch_size": 8}
+    sizes = ({"per_device_train_batch_size": size} for size in (8, 1))
     one, other = (update(tmp_path, with_module(CausalMean), **settings, **size)[0] for size in sizes)
     assert error(one, other) > DIFFERENT
 
@@ -79,7 +81,13 @@ EVERYWHERE = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "eval_dataset": 
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"forward": "padded"}, {"micro_batch_tokens": 40}, {"top_entropy_quantile": 0.5}]
+    "settings",
+    [
+        *(pytest.param(settings, marks=pytest.mark.full) for settings in ({}, {"forward": "padded"})),
+        {"micro_batch_tokens": 40},
+        {"top_entropy_quantile": 0.5},
+    ],
+    ids=str,
 )
 def test_every_forward_of_such_a_model_has_no_padding(tmp_path, settings):
     """Of the reference, of old log-probabilities and of an evaluation too, and where widths are multiples."""
@@ -90,7 +98,10 @@ def test_every_forward_of_such_a_model_has_no_padding(tmp_path, settings):
     trainer.evaluate()
     assert {width for _, widths in forwards for width in widths} == {0}
     assert max(rows for rows, _ in forwards) > 1
-    # the negative control
+
+
+def test_the_control_has_padding(tmp_path):
+    """Rows of a model that padding does not change."""
     plain = make(tmp_path / "plain", forward="padded", **EVERYWHERE)
     forwards = forwards_of(plain)
     plain.train()
@@ -102,15 +113,15 @@ def test_a_user_who_calls_for_log_probabilities_gets_those_of_rows_alone(tmp_pat
         def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
             return super()._get_per_token_logps_and_entropies(model, ids.clone(), mask, *args, **kwargs)
 
-    whole, own = (update(tmp_path, with_module(CausalMean), cls=cls, max_steps=1)[0] for cls in (GRPOTrainer, Own))
+    whole, own = (update(tmp_path, with_module(CausalMean), cls=cls, **EIGHT)[0] for cls in (GRPOTrainer, Own))
     assert error(whole, own) <= UPDATE
 
 
 def test_bitwise_mode_repeats_its_bits_for_every_micro_batch_size(tmp_path):
-    settings = {"bitwise_invariant": True, "max_steps": 1}
+    settings = {"bitwise_invariant": True, **EIGHT}
     learned = [
         update(tmp_path / str(size), with_module(CausalMean), per_device_train_batch_size=size, **settings)[0]
-        for size in (16, 3)
+        for size in (8, 3)
     ]
     assert torch.equal(*learned)
 

@@ -90,10 +90,10 @@ def test_the_update_is_that_of_plain_transformers_in_float64(tmp_path, settings)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("llama", {"rollout_lag": 1, "max_steps": 4}),
-        ("llama", {**FILTERED, "rollout_batch_size": 32, "forward": "prefix"}),
+        ("llama", {"rollout_lag": 1, "max_steps": 3}),
+        ("llama", {**FILTERED, "rollout_batch_size": 32, "forward": "prefix", "max_steps": 2}),
         pytest.param("gpt2", {"mask_truncated_completions": True, "beta": 0.1}, marks=pytest.mark.full),
-        ("moe", {"model": "moe", "routing_replay": True}),  # which routes by itself
+        ("moe", {"model": "moe", "routing_replay": True, "max_steps": 2}),  # which routes by itself
     ],
     ids=str,
 )
@@ -147,6 +147,7 @@ def test_groups_with_equal_rewards_learn_from_it(tmp_path, caplog):
     assert not any(name.startswith("dynamic_sampling/") for name in trainer.state.log_history[0])
 
 
+@pytest.mark.full  # in 30 steps; the update of one step is compared above
 def test_the_policy_moves_towards_it(tmp_path):
     settings = {**ALONE, "global_batch_size": 64, "max_steps": 30, "learning_rate": 1e-2, "max_completion_length": 6}
     trainer = make(tmp_path, teacher_model=teacher("qwen2"), lr_scheduler_type="constant", **settings)
@@ -165,9 +166,10 @@ def test_a_wider_vocabulary_is_fine(tmp_path):
 
 def test_overrides_pass_it_on(tmp_path):
     names = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "compute_loss", "_compute_loss")
-    expected = change(make(tmp_path / "plain", teacher_model=teacher()))
+    expected = change(make(tmp_path / "plain", teacher_model=teacher(), max_steps=1))
     for name in names:
-        assert error(expected, change(make(tmp_path / name, cls=passing_on(name), teacher_model=teacher()))) < UPDATE
+        trainer = make(tmp_path / name, cls=passing_on(name), teacher_model=teacher(), max_steps=1)
+        assert error(expected, change(trainer)) < UPDATE
 
 
 @pytest.mark.parametrize("name", ["_generate_and_score_completions", "compute_loss"])

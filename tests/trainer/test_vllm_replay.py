@@ -23,7 +23,7 @@ from tests.support.trainers import change, error, first_line, make, train_and_ke
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 REPLAY = {"sampling_mask": "replay"}
-COLOCATE = {"use_vllm": True, "vllm_mode": "colocate", "learning_rate": 1e-2, "top_k": 0}
+COLOCATE = {"use_vllm": True, "vllm_mode": "colocate", "learning_rate": 1e-2, "top_k": 0, "global_batch_size": 8}
 
 
 @pytest.fixture
@@ -38,9 +38,8 @@ def furthest_ratio(log: dict[str, Any]) -> float:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"top_p": 0.6},
+        *(pytest.param(settings, marks=pytest.mark.full) for settings in ({"top_p": 0.6}, {"min_p": 0.3})),
         {"top_k": 5},
-        pytest.param({"min_p": 0.3}, marks=pytest.mark.full),
         {"top_p": 0.9, "temperature": 0.7, "vllm_importance_sampling_mode": "token_truncate"},
         {"top_p": 0.9, "generation_kwargs": {"top_k": -1, "min_tokens": 4, "min_p": 0.1}},
     ],
@@ -65,11 +64,11 @@ def test_masks_of_vllm_go_through_every_split(tmp_path, engines):
     plain = change(make(tmp_path / "plain", **settings))
     assert error(reference, other) < UPDATE
     assert error(reference, plain) > DIFFERENT
-    assert [engine.options["max_num_seqs"] for engine in engines] == [16, 18, 16]  # a rollout batch fits in the queue
+    assert [engine.options["max_num_seqs"] for engine in engines] == [8, 9, 8]  # a rollout batch fits in the queue
 
 
 def test_without_a_filter_vllm_is_asked_for_nothing(tmp_path, engines):
-    runs = (make(tmp_path / name, **COLOCATE, **extra, max_steps=2) for name, extra in (("a", {}), ("b", REPLAY)))
+    runs = (make(tmp_path / name, **COLOCATE, **extra, max_steps=1) for name, extra in (("a", {}), ("b", REPLAY)))
     changes = [change(run) for run in runs]
     assert torch.equal(*changes)
     assert not any(engine.returns_masks for engine in engines)
@@ -113,7 +112,7 @@ def test_an_engine_that_does_not_return_what_it_was_told_to_ends_the_run(
 
 
 TAKES_NO_MASKS = "return_sampling_mask': True}}: {}.*sampling_mask='replay'.*0.28"
-ROUTED = {**COLOCATE, "routing_replay": True, "max_steps": 1}
+ROUTED = {**COLOCATE, "routing_replay": True, "max_steps": 1, "global_batch_size": 4}
 LAYERS, EXPERTS_OF_A_LAYER, CHOSEN = 3, 4, 2
 DENSE = {"num_hidden_layers": LAYERS, "mlp_only_layers": [1]}
 
@@ -198,7 +197,7 @@ def test_the_experts_of_the_engine_are_replayed(tmp_path, routed_engines, monkey
 
 
 def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, routed_engines):
-    few = {"global_batch_size": 4, "max_completion_length": 48, "vllm_importance_sampling_correction": False}
+    few = {"max_completion_length": 48, "vllm_importance_sampling_correction": False}
     trainer = trained(tmp_path, **{**always_calling(), **few})
     assert trainer.state.log_history[0]["tools/call_frequency"] > 0
     assert trainer.state.log_history[0]["routing/changed_share"] == 0.0
