@@ -170,7 +170,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "adapter": {"beta": 0.1, "lora": True},  # the reference is the model without it
     "padded to a multiple": {"pad_to_multiple_of": 8},
 }
-MOVED = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-2}  # the policy has moved in every second step
+MOVED = {"num_iterations": 2, "max_steps": 2, "learning_rate": 1e-2}  # the policy has moved in the second step
 
 
 @pytest.mark.parametrize("name", LOSSES)

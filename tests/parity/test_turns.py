@@ -101,29 +101,40 @@ def roles(stock: Run, row: int) -> str:
     return "".join(message["role"][0] for message in stock.tables[0][1]["completion"][row])
 
 
+# what the completions of a prompt say, at most four: the generations of a group
 CALLS = {
-    "one after text": ["so " + call("count", number=3) + EOS],
-    "parallel": [call("count", number=3) + call("tell", number=2) + call("count", number=1) + EOS],
-    "unknown": [call("count", number=3) + call("nobody", number=1) + EOS],
-    "wrong arguments": [call("count", digits=3) + EOS, call("ask", digits=3) + EOS, call("count") + EOS],
-    "failing": [call("fail", number=3) + call("count", number=1) + call("refuse", number=1) + EOS],
-    "unsupported": [call("count", kind="code", number=3) + EOS],
-    "malformed": ["<call>{ count</call>" + EOS, "<call>" + EOS],
-    "no text": [call("table", number=3) + EOS],
-    "asynchronous": [
-        call("ask", number=9) + call("count", number=1) + call("ask", number=1) + call("tell", number=2) + EOS
+    "one after text, parallel, unknown": [
+        f"plain{EOS}",
+        "so " + call("count", number=3) + EOS,
+        call("count", number=3) + call("tell", number=2) + call("count", number=1) + EOS,
+        call("count", number=3) + call("nobody", number=1) + EOS,
     ],
-    "types": [call("count", number="3") + call("ask", number=True) + call("tell", number=None) + EOS],
-    "truncated": [call("count", number=3), call("count", number=4)[:40]],
+    "wrong arguments": [f"plain{EOS}", call("count", digits=3) + EOS, call("ask", digits=3) + EOS, call("count") + EOS],
+    "failing, unsupported, no text": [
+        f"plain{EOS}",
+        call("fail", number=3) + call("count", number=1) + call("refuse", number=1) + EOS,
+        call("count", kind="code", number=3) + EOS,
+        call("table", number=3) + EOS,
+    ],
+    "asynchronous, types": [
+        f"plain{EOS}",
+        call("ask", number=9) + call("count", number=1) + call("ask", number=1) + call("tell", number=2) + EOS,
+        call("count", number="3") + call("ask", number=True) + call("tell", number=None) + EOS,
+    ],
+    "malformed, truncated": [
+        *("<call>{ count</call>" + EOS, "<call>" + EOS),
+        *(call("count", number=3), call("count", number=4)[:40]),
+    ],
 }
 
 
-@pytest.mark.parametrize(("kind", "steps"), [*((kind, 1) for kind in CALLS), ("asynchronous", 2)])
-def test_calls_are_answered(tmp_path, kind, steps):
-    reply = by_turn([f"plain{EOS}", *CALLS[kind]], ["then " + call("count", number=7) + EOS], [f"done{EOS}"])
+@pytest.mark.parametrize(("kinds", "steps"), [*((kinds, 1) for kinds in CALLS), ("asynchronous, types", 2)])
+def test_calls_are_answered(tmp_path, kinds, steps):
+    reply = by_turn(CALLS[kinds], ["then " + call("count", number=7) + EOS], [f"done{EOS}"])
     stock = alike(tmp_path, lambda journal: talking(journal, reply), steps_per_generation=steps, **LONG)
     assert roles(stock, 0) == "a"
-    assert answers(stock, 1) or kind in ("malformed", "truncated")
+    answered = [bool(answers(stock, row)) for row in range(1, len(CALLS[kinds]))]
+    assert all(answered) or kinds == "malformed, truncated"
 
 
 @pytest.mark.parametrize("turns", [0, 2, None])

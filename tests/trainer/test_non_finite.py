@@ -45,7 +45,7 @@ def varied(prompts: list[str], completions: list[str], **columns: Any) -> list[f
     return [float(sum(map(ord, text)) % 7) for text in completions]
 
 
-EACH = [{}, {"max_grad_norm": 0.0}, {"trail": False}, {"micro_batch_tokens": 60}]
+EACH = [{}, {"max_grad_norm": 0.0}, pytest.param({"trail": False}, marks=pytest.mark.full), {"micro_batch_tokens": 60}]
 
 
 @pytest.mark.parametrize("settings", EACH, ids=str)

@@ -31,7 +31,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "hook": (lambda: with_hook(1), "equal_lengths"),
     "hook_over_rows": (lambda: with_hook(0), "single"),
 }
-EIGHT: dict[str, Any] = {"max_steps": 1, "global_batch_size": 8}
+SHORT: dict[str, Any] = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 6}
 # of a model, a module, and a hook; of what begins at zero or small. The others are wrong in the same ways
 FEW = ("recurrent_gemma", "mean", "zero", "scale", "hook_over_rows")
 
@@ -55,8 +55,8 @@ def forwards_of(trainer: Any) -> list[tuple[int, set[int]]]:
 def test_the_update_does_not_depend_on_the_micro_batch_size(tmp_path, kind):
     build, batching = WRONG[kind]
     # a module that begins at zero, or small, is wrong once it has moved
-    settings = {"learning_rate": 1e-2, "max_steps": 2} if kind in ("zero", "identity", "scale") else {"max_steps": 1}
-    settings["global_batch_size"] = 8
+    moves = {"learning_rate": 1e-2, "max_steps": 2} if kind in ("zero", "identity", "scale") else {}
+    settings = {**SHORT, **moves}
     learned = []
     for size in (8, 1):
         trainer = make(tmp_path / str(size), build(), per_device_train_batch_size=size, **settings)
@@ -71,7 +71,7 @@ def test_the_update_does_not_depend_on_the_micro_batch_size(tmp_path, kind):
 
 def test_the_control_is_wrong_where_rows_are_padded(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "why_form_fails", lambda *args: None)
-    settings = {"forward": "padded", "max_steps": 1, "global_batch_size": 8}
+    settings = {"forward": "padded", **SHORT}
     sizes = ({"per_device_train_batch_size": size} for size in (8, 1))
     one, other = (update(tmp_path, with_module(CausalMean), **settings, **size)[0] for size in sizes)
     assert error(one, other) > DIFFERENT
@@ -113,12 +113,12 @@ def test_a_user_who_calls_for_log_probabilities_gets_those_of_rows_alone(tmp_pat
         def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
             return super()._get_per_token_logps_and_entropies(model, ids.clone(), mask, *args, **kwargs)
 
-    whole, own = (update(tmp_path, with_module(CausalMean), cls=cls, **EIGHT)[0] for cls in (GRPOTrainer, Own))
+    whole, own = (update(tmp_path, with_module(CausalMean), cls=cls, **SHORT)[0] for cls in (GRPOTrainer, Own))
     assert error(whole, own) <= UPDATE
 
 
 def test_bitwise_mode_repeats_its_bits_for_every_micro_batch_size(tmp_path):
-    settings = {"bitwise_invariant": True, **EIGHT}
+    settings = {"bitwise_invariant": True, **SHORT}
     learned = [
         update(tmp_path / str(size), with_module(CausalMean), per_device_train_batch_size=size, **settings)[0]
         for size in (8, 3)

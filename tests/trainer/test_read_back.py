@@ -31,7 +31,7 @@ class Noting(AdamW):
 def run(folder: Any, optimizer: Any = None, schedule: Any = None) -> Any:
     model = tiny_model()
     built = SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer(model.parameters())
-    return other(folder, model=model, optimizers=(built, schedule(built) if schedule else None))
+    return other(folder, model=model, max_steps=2, optimizers=(built, schedule(built) if schedule else None))
 
 
 UNREADABLE = {

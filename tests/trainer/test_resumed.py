@@ -55,8 +55,9 @@ class Counting(TrainerCallback, ExportableState):
 def test_patience_is_restored(tmp_path, restored):
     """Also where transformers is asked to restore callbacks, and where a run begins with an evaluation."""
     settings = {"restore_callback_states_from_checkpoint": restored, "eval_on_start": restored}
-    whole = ran(early(tmp_path / "whole", patience=3, **settings))
-    again = ran(early(tmp_path / "again", patience=3, **settings), tmp_path / "whole" / "checkpoint-2")
+    settings |= {"patience": 2 + restored}
+    whole = ran(early(tmp_path / "whole", **settings))
+    again = ran(early(tmp_path / "again", **settings), tmp_path / "whole" / "checkpoint-2")
     assert again.state.global_step == whole.state.global_step < 6
     evaluations = [[line["step"] for line in run.state.log_history if "eval_reward" in line] for run in (whole, again)]
     assert evaluations[0] == evaluations[1]
@@ -73,9 +74,9 @@ def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on
     assert "allow_changed_on_resume=['stopped_early']" in said
     going_on = ran(early(tmp_path, patience=4, allow_changed_on_resume=["stopped_early"]), "latest")
     assert going_on.state.global_step == 5  # two evaluations of four were made before
-    longer = {"max_steps": 7, "callbacks": [], "allow_changed_on_resume": ["stopped_early", "max_steps"]}
+    longer = {"max_steps": 4, "callbacks": [], "allow_changed_on_resume": ["stopped_early", "max_steps"]}
     trained = ran(early(tmp_path / "b", **longer), tmp_path / "checkpoint-3")
-    assert trained.state.global_step == 7
+    assert trained.state.global_step == 4
 
 
 @pytest.mark.parametrize("stops", [True, False])
@@ -241,7 +242,7 @@ def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
         assert f"model='{checkpoint}'" in str(refused.value)
     with pytest.raises(CheckpointError, match=r"out is a run, not a checkpoint; the newest in it is .*checkpoint-1"):
         other(tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out"))
-    make(tmp_path / "new", model=type(tiny_model()).from_pretrained(checkpoint)).train()
+    make(tmp_path / "new", model=type(tiny_model()).from_pretrained(checkpoint), max_steps=1).train()
 
 
 SHORT = {**SAVE, "max_steps": 1}

@@ -108,7 +108,7 @@ def test_whatever_a_parser_raises_the_completion_is_a_text(tmp_path, caplog):
         shown.extend(completions)
         return [0.0] * len(completions)
 
-    limits = {"max_tool_calling_iterations": 1, "rollout_chunk_size": 8}
+    limits = {"max_tool_calling_iterations": 1, "rollout_chunk_size": 8, "max_steps": 1}
     with caplog.at_level(logging.WARNING):
         trainer_with(tmp_path, tools=[count], processing_class=tokenizer, reward=reward, **limits).train()
     first, texts = shown[0], shown[1:4]  # the other texts call nothing

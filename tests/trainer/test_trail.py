@@ -118,7 +118,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, int, str, str]] = {
     "the seed": ({"seed": 9}, "prompts", 1, "row", "seed"),
     "weight decay": ({"weight_decay": 0.5}, "weights", 1, "first in", "weight_decay"),
     # the weights differ by less than a hundredth of their change before a value does
-    "a setting of Adam": ({"adam_beta2": 0.95}, "values", 3, "is", "optimizer has other settings: adam_beta2"),
+    "a setting of Adam": ({"adam_beta2": 0.9}, "values", 3, "is", "optimizer has other settings: adam_beta2"),
 }
 
 

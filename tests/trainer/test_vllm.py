@@ -14,7 +14,7 @@ from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, SAVE, change, error, log_of, make, ran
 from tests.tolerances import DIFFERENT, UPDATE
 
-SERVER = {"use_vllm": True, "vllm_mode": "server", "learning_rate": 1e-2, "top_k": 0}
+SERVER = {"use_vllm": True, "vllm_mode": "server", "learning_rate": 1e-2, "top_k": 0, "global_batch_size": 8}
 
 
 class Serving(StandIn):
@@ -115,7 +115,7 @@ def test_a_server_with_other_weights_ends_the_run_in_its_first_rollout_batch(tmp
     with pytest.raises(RolloutError, match="vLLM's log-probabilities"):
         trainer.train()
     assert trainer.state.global_step == 0
-    make(tmp_path / "off", **settings, vllm_check=False).train()
+    make(tmp_path / "off", **settings, vllm_check=False, max_steps=1).train()
 
 
 def test_dropout_does_not_depend_on_the_split_where_ratios_are_corrected(tmp_path, serving):
@@ -124,7 +124,8 @@ def test_dropout_does_not_depend_on_the_split_where_ratios_are_corrected(tmp_pat
     def of(size: int, rate: float = 0.1) -> torch.Tensor:
         torch.manual_seed(0)  # of the adapter's start
         adapter = LoraConfig(**LORA, lora_dropout=rate, init_lora_weights=False)
-        return change(make(tmp_path, peft_config=adapter, per_device_train_batch_size=size, max_steps=2, **SERVER))
+        settings = {**SERVER, "global_batch_size": 16, "per_device_train_batch_size": size, "max_steps": 2}
+        return change(make(tmp_path, peft_config=adapter, **settings))
 
     whole = of(16)
     assert error(whole, of(3)) <= UPDATE
@@ -153,7 +154,7 @@ def test_without_seeds_a_run_samples_other_completions_every_time(tmp_path, serv
 
 
 def test_bitwise_mode_takes_a_server_that_says_its_bits_do_not_depend_on_the_batch(tmp_path, serving):
-    settings = {**SERVER, "bitwise_invariant": True, "max_steps": 2}
+    settings = {**SERVER, "bitwise_invariant": True, "max_steps": 1}
     with pytest.raises(ConfigError, match="set VLLM_BATCH_INVARIANT=1"):
         make(tmp_path, **settings)
     serving.env["VLLM_BATCH_INVARIANT"] = True

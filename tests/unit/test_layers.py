@@ -1,6 +1,7 @@
 """Layers: imports go one way, one file names collectives, only trainer.py and config.py subclass TRL."""
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ def layer_of(path: str) -> str:
     return "package" if parts == ("__init__",) else parts[0]
 
 
+@functools.cache  # most rules ask for those of every file
 def imported_modules(path: str, source: str) -> list[tuple[int, str]]:
     """Every module that a file imports, absolute, with the line; names of `from` imports are appended."""
     package = list(Path(path).parent.parts)
