@@ -30,7 +30,7 @@ def steps(folder: Any, build: Any = AdamW, schedule: Any = halving, lr: float = 
     """A trainer with an optimizer and a schedule that were built of its model."""
     model = tiny_model()
     optimizer = build(model.parameters(), lr=lr)
-    return other(folder, model=model, optimizers=(optimizer, schedule(optimizer)), **changes)
+    return other(folder, model=model, optimizers=(optimizer, schedule(optimizer)), max_completion_length=6, **changes)
 
 
 def making(build: Any) -> type[GRPOTrainer]:
@@ -172,7 +172,7 @@ def test_groups_in_another_order_are_refused_on_resume(tmp_path, handed_over):
 
         model = tiny_model()
         parts = {"optimizers": (build(model), None)} if handed_over else {"cls": making(build)}
-        return other(tmp_path / name, model=model, max_steps=2, **parts)
+        return other(tmp_path / name, model=model, max_steps=2, max_completion_length=6, **parts)
 
     run("whole", True, False).train()
     again = ran(run("again", True, False), tmp_path / "whole" / "checkpoint-1")

@@ -242,7 +242,7 @@ class Noting(TrainerCallback):
 def test_sizes_of_a_micro_batch_are_seen_in_its_loss_alone(tmp_path, monkeypatch):
     """Not by callbacks, nor by what the thread that samples ahead reads; an error in a loss restores them."""
     seen: list[Any] = []
-    settings = {"rollout_lag": 1, "beta": 0.1, **TWO_STEPS, "loss_type": "grpo", "max_steps": 4}
+    settings = {"rollout_lag": 1, "beta": 0.1, **TWO_STEPS}
     trainer = build(tmp_path, GRPOTrainer, BySizes, 3, lambda: {"model": tiny_model()}, **settings)
     sizes = [getattr(trainer.args, size) for size in SIZES]
     trainer.add_callback(Noting(seen))

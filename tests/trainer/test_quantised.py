@@ -56,7 +56,7 @@ def make(folder: Path, model: Any, adapter: Any = None, quantise: Any = None, **
         settings["peft_config"] = lora() if adapter is None else adapter
     if quantise is not None:
         settings["quantization_config"] = BitsAndBytesConfig(**quantise)
-    return far(folder, model, **{"learning_rate": 5.0, "global_batch_size": 8, **settings})
+    return far(folder, model, **{"learning_rate": 5.0, "global_batch_size": 8, "max_completion_length": 6, **settings})
 
 
 def update(*args: Any, **settings: Any) -> torch.Tensor:

@@ -145,6 +145,7 @@ def trainer_of(folder: Any, saved: str, kind: str, name: str, **settings: Any) -
     else:
         parts = {"model": KINDS[kind][name](saved)}
     usual = {"beta": 0.1, "max_steps": 2, "learning_rate": 0.3, "optim": "sgd", "max_grad_norm": 0.0}
+    usual["max_completion_length"] = 6
     return make(folder, **{**parts, **usual, **settings})
 
 

@@ -34,6 +34,7 @@ from tests.support.trainers import (
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 REPLAY = {"sampling_mask": "replay"}
+CALLING = {**always_calling(), "max_completion_length": 48}
 FILTERS = [
     {"top_p": 0.6, "pad_to_multiple_of": 8},
     {"top_k": 5},
@@ -102,7 +103,7 @@ def test_a_rollout_func_returns_the_ids_that_were_kept(tmp_path):
 
 def test_tools_answer_between_replayed_tokens(tmp_path):
     replayed, plain = (
-        first_line(tmp_path / name, tiny_model(max_position_embeddings=4096), **always_calling(), top_p=0.8, **extra)
+        first_line(tmp_path / name, tiny_model(max_position_embeddings=4096), **CALLING, top_p=0.8, **extra)
         for name, extra in (("replay", REPLAY), ("plain", {}))
     )
     assert replayed["tools/call_frequency"] > 0
@@ -145,7 +146,7 @@ def test_an_end_token_that_generate_knows_alone_ends_the_record(tmp_path):
 ROUTING = {"routing_replay": True}
 LOGPS, SCORE = "_get_per_token_logps_and_entropies", "_generate_and_score_completions"
 # the weights have moved a lot when a rollout batch is trained on for the second time
-REUSED = {"num_iterations": 2, "learning_rate": 1e-2, "max_steps": 4}
+REUSED = {"num_iterations": 2, "learning_rate": 1e-2, "max_steps": 3}
 
 
 def logs(folder: Any, **settings: Any) -> list[dict[str, Any]]:
@@ -176,7 +177,7 @@ def test_choices_that_training_changes_are_replayed(tmp_path):
     shares = [entry["routing/changed_share"] for entry in replayed]
     assert shares[0] == shares[2] == 0.0  # sampled with these weights
     assert replayed[0]["sampling/logp_difference"] < METRIC
-    assert min(shares[1], shares[3]) > 0.01
+    assert shares[1] > 0.01
     assert replayed[0]["loss"] == live[0]["loss"]
     assert abs(replayed[1]["loss"] - live[1]["loss"]) > DIFFERENT
 
@@ -195,7 +196,7 @@ def recorded(tmp_path_factory) -> list[torch.Tensor]:
         {"generation_kwargs": {"use_cache": False}},
         pytest.param({"pad_to_multiple_of": 8}, marks=pytest.mark.full),
         pytest.param({"rollout_chunk_size": 4}, marks=pytest.mark.full),
-        {"forward": "padded"},
+        pytest.param({"forward": "padded"}, marks=pytest.mark.full),
         {"mask_truncated_completions": True},
         {"rollout_lag": 1},
     ],
@@ -230,7 +231,7 @@ def test_experts_are_recorded_with_the_log_probabilities_where_another_one_sampl
 
 
 def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):
-    settings = always_calling()
+    settings = CALLING
     trainer = make(tmp_path, tiny_model("moe", max_position_embeddings=4096), **settings, **ROUTING)
     batch = train_and_keep_first(trainer)
     assert trainer.state.log_history[0]["tools/call_frequency"] > 0
@@ -259,7 +260,7 @@ def test_the_split_and_the_form_change_nothing(tmp_path, settings, replay):
 
 
 def test_a_run_that_resumes_inside_a_rollout_batch_replays_its_experts(tmp_path):
-    settings = {"model": "moe", **REUSED, "max_steps": 3}
+    settings = {"model": "moe", **REUSED}
     whole = ran(other(tmp_path / "whole", **settings, **ROUTING))
     resumed = ran(other(tmp_path / "resumed", **settings, **ROUTING), tmp_path / "whole" / "checkpoint-1")
     assert torch.equal(parameters(whole), parameters(resumed))

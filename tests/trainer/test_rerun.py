@@ -24,7 +24,7 @@ from tests.support.trainers import LORA, make, on, passing_on, watched
 
 RUN: dict[str, Any] = {
     **{"report_to": "none", "max_steps": 6, "logging_steps": 1, "global_batch_size": 16, "disable_tqdm": True},
-    **{"save_strategy": "steps", "save_steps": 2},
+    **{"save_strategy": "steps", "save_steps": 2, "max_completion_length": 8},
 }
 SHORT: dict[str, Any] = {**RUN, "max_steps": 3}
 BITS: dict[str, Any] = {"bitwise_invariant": True}

@@ -20,12 +20,17 @@ from grpo_ext.errors import CheckpointError
 from grpo_ext.run.checkpoint import write_listing
 from grpo_ext.run.fingerprint import FINGERPRINT
 from grpo_ext.run.interrupts import TrainingInterrupted
-from tests.support import tool_runs
+from tests.support import tool_runs, trainers
 from tests.support.tiny import config_kwargs, letter_reward, own_config, prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import always_calling, count, tell
-from tests.support.trainers import SAVE, make, other, parameters, ran, signals, stopping
+from tests.support.trainers import SAVE, make, parameters, ran, signals, stopping
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward", "max_steps": 6}
+
+
+def other(folder: Path, **changes: Any) -> GRPOTrainer:
+    """A trainer that saves a checkpoint of every step; few tokens are enough."""
+    return trainers.other(folder, **{"max_completion_length": 6, **changes})
 
 
 def as_good(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
@@ -55,9 +60,9 @@ class Counting(TrainerCallback, ExportableState):
 def test_patience_is_restored(tmp_path, restored):
     """Also where transformers is asked to restore callbacks, and where a run begins with an evaluation."""
     settings = {"restore_callback_states_from_checkpoint": restored, "eval_on_start": restored}
-    settings |= {"patience": 2 + restored}
     whole = ran(early(tmp_path / "whole", **settings))
-    again = ran(early(tmp_path / "again", **settings), tmp_path / "whole" / "checkpoint-2")
+    checkpoint = tmp_path / "whole" / f"checkpoint-{whole.state.global_step - 1}"
+    again = ran(early(tmp_path / "again", **settings), checkpoint)
     assert again.state.global_step == whole.state.global_step < 6
     evaluations = [[line["step"] for line in run.state.log_history if "eval_reward" in line] for run in (whole, again)]
     assert evaluations[0] == evaluations[1]
@@ -245,7 +250,7 @@ def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
     make(tmp_path / "new", model=type(tiny_model()).from_pretrained(checkpoint), max_steps=1).train()
 
 
-SHORT = {**SAVE, "max_steps": 1}
+SHORT = {**SAVE, "max_steps": 1, "max_completion_length": 6}
 
 
 def test_other_suppressed_tokens_are_another_run(tmp_path):

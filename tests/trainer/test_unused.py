@@ -10,7 +10,7 @@ from tests.distributed import unused
 from tests.support.tiny import letter_reward
 from tests.support.trainers import change, make
 
-MOVES = {"weight_decay": 0.5, "learning_rate": 0.1}
+MOVES = {"weight_decay": 0.5, "learning_rate": 0.1, "max_steps": 2}
 
 
 def equal_rewards(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
@@ -30,7 +30,7 @@ def test_a_step_to_which_nothing_adds_has_gradients_of_zero(tmp_path, settings):
 
 @pytest.mark.parametrize("name", ["sgd", "bitwise"])
 def test_a_retry_has_the_parameters_of_a_step_with_enough_memory(tmp_path, monkeypatch, name):
-    expected, used = unused.run(tmp_path / "enough", name, letter_reward)
+    expected, used = unused.run(tmp_path / "enough", name, letter_reward, max_steps=2)
     inner, failures = GRPOTrainer._loss_of, list[int]()
 
     def fails_once(*args: Any) -> torch.Tensor:
@@ -42,6 +42,6 @@ def test_a_retry_has_the_parameters_of_a_step_with_enough_memory(tmp_path, monke
         return loss
 
     monkeypatch.setattr(GRPOTrainer, "_loss_of", fails_once)
-    retried, used_again = unused.run(tmp_path / "retried", name, letter_reward)
+    retried, used_again = unused.run(tmp_path / "retried", name, letter_reward, max_steps=2)
     assert used_again == used
     assert (retried - expected).norm() <= 1e-5 * expected.norm()

@@ -47,6 +47,7 @@ def objects(**changes: Any) -> dict[str, Any]:
         "eval_dataset": untrue(prompts(4)),
         "callbacks": [Untrue()],
         **{"beta": 0.1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2, **changes},
+        "max_completion_length": 4,
     }
 
 

@@ -14,7 +14,8 @@ from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, SAVE, change, error, log_of, make, ran
 from tests.tolerances import DIFFERENT, UPDATE
 
-SERVER = {"use_vllm": True, "vllm_mode": "server", "learning_rate": 1e-2, "top_k": 0, "global_batch_size": 8}
+SERVER = {"use_vllm": True, "vllm_mode": "server", "learning_rate": 1e-2, "top_k": 0}
+SERVER |= {"global_batch_size": 8, "max_completion_length": 6}
 
 
 class Serving(StandIn):
@@ -124,8 +125,8 @@ def test_dropout_does_not_depend_on_the_split_where_ratios_are_corrected(tmp_pat
     def of(size: int, rate: float = 0.1) -> torch.Tensor:
         torch.manual_seed(0)  # of the adapter's start
         adapter = LoraConfig(**LORA, lora_dropout=rate, init_lora_weights=False)
-        settings = {**SERVER, "global_batch_size": 16, "per_device_train_batch_size": size, "max_steps": 2}
-        return change(make(tmp_path, peft_config=adapter, **settings))
+        sizes = {"global_batch_size": 16, "max_completion_length": 12, "per_device_train_batch_size": size}
+        return change(make(tmp_path, peft_config=adapter, max_steps=2, **{**SERVER, **sizes}))
 
     whole = of(16)
     assert error(whole, of(3)) <= UPDATE
