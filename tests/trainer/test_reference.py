@@ -129,13 +129,19 @@ LOADED: dict[str, Callable[[str], Any]] = {
     "head": lambda name: adapted(name, ADAPTERS["head"]()),
 }
 KINDS = {"model": MODELS, "adapter": ADAPTERS, "loaded": LOADED}
-QUICK = {"name", "changed", "resized", "headless_name", "random", "pissa", "biases", "other_name", "two", "replicated"}
+QUICK = {
+    *("model-name", "model-changed", "model-headless_name", "adapter-random", "adapter-pissa", "adapter-biases"),
+    *("loaded-other_name", "loaded-two", "loaded-replicated"),
+}
 
 
 def each(*names: str) -> list[Any]:
     """The kind and the name of models and adapters, in the form "adapter-pissa"; most of them run with `--full`."""
     pairs = [name.split("-") for name in names] or [[kind, name] for kind, of in KINDS.items() for name in of]
-    return [pytest.param(*p, id="-".join(p), marks=() if p[1] in QUICK or names else pytest.mark.full) for p in pairs]
+    return [
+        pytest.param(*pair, id=name, marks=() if name in QUICK or names else pytest.mark.full)
+        for name, pair in (("-".join(pair), pair) for pair in pairs)
+    ]
 
 
 def trainer_of(folder: Any, saved: str, kind: str, name: str, **settings: Any) -> GRPOTrainer:

@@ -37,7 +37,7 @@ REPLAY = {"sampling_mask": "replay"}
 CALLING = {**always_calling(), "max_completion_length": 48}
 FILTERS = [
     {"top_p": 0.6, "pad_to_multiple_of": 8},
-    {"top_k": 5},
+    pytest.param({"top_k": 5}, marks=pytest.mark.full),  # tokens with equal scores have it below
     {"min_p": 0.3},
     pytest.param({"generation_kwargs": {"typical_p": 0.5}}, marks=pytest.mark.full),
     {"generation_kwargs": {"epsilon_cutoff": 0.02}},

@@ -37,7 +37,7 @@ def sampled(folder: Any, kind: str, **settings: Any) -> tuple[list[str], float]:
     completions: list[str] = []
     reward = watched(lambda **columns: completions.extend(columns["completions"]))
     model, cache = token_shift() if kind == "shift" else shrunk(kind), {"use_cache": kind != "shift"}
-    settings |= {"max_steps": 1, "max_completion_length": 8, "generation_kwargs": cache}
+    settings |= {"max_steps": 1, "max_completion_length": 6, "generation_kwargs": cache}
     trainer = ran(make(folder, model, reward, **settings))
     log = next(log for log in trainer.state.log_history if "sampling/logp_difference" in log)
     return completions, log["sampling/logp_difference"]
