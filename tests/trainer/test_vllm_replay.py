@@ -197,7 +197,7 @@ def test_the_experts_of_the_engine_are_replayed(tmp_path, routed_engines, monkey
 
 
 def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, routed_engines):
-    few = {"max_completion_length": 48, "vllm_importance_sampling_correction": False}
+    few = {"max_completion_length": 48, "max_tool_calling_iterations": 1, "vllm_importance_sampling_correction": False}
     trainer = trained(tmp_path, **{**always_calling(), **few})
     assert trainer.state.log_history[0]["tools/call_frequency"] > 0
     assert trainer.state.log_history[0]["routing/changed_share"] == 0.0
