@@ -140,7 +140,7 @@ def train(
     parts["eval_dataset"] = parts["train_dataset"].select(range(5)) if evaluate else None
     parts["peft_config"] = peft.LoraConfig(**LORA, lora_dropout=rate) if lora else None
     parts |= {"teacher_model": copy.deepcopy(network)} if teacher else {}
-    sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 24}
+    sizes = {"global_batch_size": BATCH, "per_device_train_batch_size": micro_batch, "max_completion_length": 10}
     others = {"max_steps": max_steps, "seed": 42, "use_cpu": False}
     trainer = make(folder, network, **parts, **sizes, **others, **settings)
     prepare = trainer._prepare_inputs

@@ -1,8 +1,10 @@
 """The matrix: what is trained, under which splits, and where stock TRL is known to differ.
 
-Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes a covering subset: every
-loss type and most terms in one process with one micro-batch, and on several with a smaller one; `make test-full` takes
-all cases (those in `FULL` too), each with one micro-batch size for each number of processes.
+Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes a covering subset, in one
+process with one micro-batch and on several with a smaller one: each way to divide a loss, each kind of term that a step
+counts, each form and kind of model; `make test-full` takes all cases (those in `FULL` too), each with one micro-batch
+size for each number of processes. That any partition of a step adds up for every loss type and term is proved without a
+trainer (tests/unit/algorithms/test_losses.py).
 """
 
 import dataclasses
@@ -34,7 +36,7 @@ from tests.tolerances import ADAM_EPSILON
 TWO_STEPS = {"rollout_batch_size": 32, "max_steps": 3}  # 22 prompts: rollouts of 8, 8 and 6 prompts
 REUSED = {"rollout_batch_size": 32, "num_iterations": 2, "max_steps": 5}
 # steps of 4+4+1, 3+4+2, 2+4+3 and 1+4+4 completions
-CUT = {"global_batch_size": 9, "rollout_batch_size": 36, "rollout_chunk_size": 12}
+CUT = {"global_batch_size": 9, "rollout_batch_size": 36, "rollout_chunk_size": 12, "max_steps": 3}
 FILTERED = {"top_p": 0.8, "sampling_mask": "replay"}
 # half precision: the next rollout could take another token, and two runs from there
 ONE_ROLLOUT = {"rollout_batch_size": 32, "max_steps": 2}
@@ -109,7 +111,7 @@ CASES = {
     "adaptive": Case({"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.05}),
     "off_policy": Case({"off_policy_mask_threshold": 1e-4, **REUSED}),
     "moe": Case(model="moe"),
-    "gpt2": Case({"beta": 0.05, "max_steps": 3}, model="gpt2"),
+    "gpt2": Case({"beta": 0.05}, model="gpt2"),
     "two_rewards": Case(
         {"reward_weights": [1.0, 0.5], "scale_rewards": "batch"}, rewards=(letter_reward, sparse_reward)
     ),
@@ -125,7 +127,7 @@ CASES = {
     "token_budget": Case({"micro_batch_tokens": 40, "loss_type": "grpo"}),
     "hybrid": Case({"loss_type": "grpo", **REUSED}, model="lfm2"),
     "hybrid_kl": Case(
-        {"beta": 0.1, "micro_batch_tokens": 60, "ddp_find_unused_parameters": True, **TWO_STEPS}, model="lfm2"
+        {"beta": 0.1, "micro_batch_tokens": 60, "ddp_find_unused_parameters": True, **ONE_ROLLOUT}, model="lfm2"
     ),
     "hybrid_mamba": Case({"beta": 0.1, "micro_batch_tokens": 60, **TWO_STEPS}, model="falcon_h1"),
     "hybrid_moe": Case({"gradient_checkpointing": True, **TWO_STEPS}, model="qwen3_next"),
@@ -143,13 +145,13 @@ CASES = {
     "rollout_func_few": Case(
         {"global_batch_size": 8, "rollout_chunk_size": 4, "beta": 0.1}, rollout_func=gathering_rollout
     ),
-    "generated": Case({"rollout_chunk_size": 4, **FILTERED, **REUSED}, rollout_func=generated_rollout),
+    "generated": Case({"rollout_chunk_size": 4, **FILTERED, **REUSED, "max_steps": 3}, rollout_func=generated_rollout),
     "evaluation": Case(
         {"per_device_eval_batch_size": 5, "num_generations_eval": 3, "eval_pass_threshold": 0.0, "max_steps": 2},
         evaluate=True,
     ),
     "cut": Case(
-        {"global_batch_size": 10, "rollout_batch_size": 20, "rollout_chunk_size": 4, "max_steps": 7},
+        {"global_batch_size": 10, "rollout_batch_size": 20, "rollout_chunk_size": 4, "max_steps": 5},
         prompts=8,
         evaluate=True,
     ),
@@ -172,7 +174,9 @@ CASES = {
         {"trust_region": "kl", "trust_region_threshold": 5e-5, "loss_type": "dr_grpo", "rollout_lag": 1, "max_steps": 5}
     ),
     "sequence_mask": Case({"sequence_mask_low": 0.97, "sequence_mask_high": 1.05, "beta": 0.1, **REUSED}),
-    "own_loss": Case({"loss_type": "topr_near", "loss_aggregation": "sequence_mean", **REUSED, **CUT}),
+    "own_loss": Case(
+        {"loss_type": "topr_near", "loss_aggregation": "sequence_mean", **CUT, **REUSED, "rollout_batch_size": 36}
+    ),
     "teacher": Case(
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": 0.1, **REUSED, **FILTERED},
         teacher="llama",
@@ -188,13 +192,21 @@ CASES = {
 }
 
 FULL = (
-    *("gdpo", "reinforce_baseline", "cut_prompt_mean", "cut_moe", "cut_dynamic", "two_rewards", "cut_reused"),
-    *("hybrid", "hybrid_moe", "hybrid_mamba", "quantile", "few_groups", "truncated", "entropy", "images_tiled"),
-    *("gspo", "kl", "gpt2", "kl_lora", "checkpointing", "token_budget", "two_sided", "sequence_sum", "padded"),
-    *("images_apart", "rollout_func_few", "sampling", "adaptive"),
-    *("max_rl", "optimal_baseline", "trust_kl", "sequence_mask"),
-    *("dropout_cut", "dropout_ahead", "lora_dropout_bf16", "lora_dropout_hybrid", "dora_dropout"),
-    *("lora_8bit", *(AHEAD.keys() - {"ahead_gspo"})),
+    # losses and terms of a token or a sequence, whose partitions test_losses.py proves
+    *("dapo", "sapo", "vespo", "gspo", "two_sided", "sequence_sum", "off_policy", "trust_tv", "trust_kl"),
+    *("sequence_mask", "kl", "entropy", "adaptive", "quantile"),
+    # advantages of a whole group
+    *("gdpo", "two_rewards", "reinforce_baseline", "max_rl", "pass_at_k", "optimal_baseline", "dynamic_reused"),
+    # what test_sequence_parallel.py or test_bitwise.py takes on several processes
+    *("quantile_bonus", "kl_bf16", "replayed", "routed", "cut_moe", "moe", "few_groups", "truncated"),
+    *QUANTISED,
+    # with a lag: test_ahead.py
+    *AHEAD,
+    # another case of the same kind is taken
+    *("cut_prompt_mean", "cut_dynamic", "cut_reused", "hybrid", "hybrid_moe", "hybrid_mamba", "padded", "sampling"),
+    *("gpt2", "kl_lora", "checkpointing", "token_budget", "images_apart", "images_tiled", "rollout_func_few"),
+    *("teacher", "dropout", "dropout_cut", "dropout_ahead"),
+    *("lora_dropout_bf16", "lora_dropout_hybrid", "dora_dropout"),
 )
 
 SETTINGS = {
@@ -202,7 +214,7 @@ SETTINGS = {
     "rollout_chunk_size": 8,
     "num_generations": 4,
     "max_completion_length": 12,
-    "max_steps": 3,
+    "max_steps": 2,  # two rollouts: the second by what the first has taught
     "learning_rate": 1e-3,
     "adam_epsilon": ADAM_EPSILON,
     "gradient_checkpointing": False,

@@ -193,7 +193,12 @@ class Case:
 KINDS = {"game": Game, "shop": Shop, "silent": Silent}
 CASES = {
     "tools": Case({"tools": [count, tell, fail]}, ["count", "tell", "fail", "unknown", "count"]),
-    "async": Case({"tools": [ask, refuse, count]}, ["ask", "count", "refuse", "ask"], all_at_once),
+    "async": Case(
+        {"tools": [ask, refuse, count]},
+        ["ask", "count", "refuse", "ask"],
+        all_at_once,
+        config={"global_batch_size": 12},
+    ),
     "hanging": Case({"tools": [wait]}, ["wait"], config={"tool_timeout": 0.15, "max_completion_length": 120}),
     "environments": Case(
         {"environment_factory": KINDS}, ["ask", "tell", "count"], kinds=[*KINDS], config={"max_steps": 2}
@@ -210,17 +215,20 @@ CASES = {
         {"environment_factory": KINDS},
         ["ask", "tell", "count"],
         kinds=[*KINDS],
-        config={"max_steps": 3, "rollout_lag": 1, "tool_timeout": 5.0, "eval_strategy": "steps", "eval_steps": 1},
+        config={
+            **{"max_steps": 3, "rollout_lag": 1, "tool_timeout": 5.0, "eval_strategy": "steps", "eval_steps": 2},
+            "global_batch_size": 12,
+        },
     ),
     # on two processes both ask two kinds of environments for rewards, and those of one hang and fail
     "rewarding": Case(
         {"environment_factory": {"game": Game, "broken": Broken}},
         ["tell", "count"],
         kinds=["game", "broken"],
-        config={"tool_timeout": 0.7, "global_batch_size": 32, "max_completion_length": 120},
+        config={"tool_timeout": 0.7, "global_batch_size": 32, "rollout_chunk_size": 16, "max_completion_length": 120},
     ),
-    "leak": Case({"tools": [leak]}, ["leak"]),
-    "partial": Case({"environment_factory": Partial}, ["tell", "count"]),
+    "leak": Case({"tools": [leak]}, ["leak"], config={"global_batch_size": 16}),
+    "partial": Case({"environment_factory": Partial}, ["tell", "count"], config={"global_batch_size": 16}),
 }
 
 
