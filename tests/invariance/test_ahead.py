@@ -13,13 +13,16 @@ from grpo_ext.tools.check.comparison import update_error
 from grpo_ext.tools.check.runs import Run
 from tests.support.cases import Bench
 from tests.support.kills import dying, failing_on, jittery, watched_collectives
-from tests.support.launches import Trained, assert_same_run, long_run, run_all
+from tests.support.launches import SAVE, Trained, assert_same_run, long_run, run_all
 from tests.support.tiny import sparse_reward
 from tests.tolerances import DIFFERENT
 
 full = pytest.mark.full
 PROMPTS, STEPS = 10, 6  # two epochs, each of a rollout of two steps and a smaller one of a single step
-EXACT = {"bitwise_invariant": True, "beta": 0.0, "num_iterations": 1, "max_steps": STEPS}
+EXACT = {
+    **{"bitwise_invariant": True, "beta": 0.0, "num_iterations": 1, "max_steps": STEPS},
+    "save_strategy": "no",
+}
 TERMS: dict[str, dict[str, Any]] = {
     "max_rl": {"advantage_estimator": "max_rl", "rewards": (sparse_reward,)},
     "pass_at_k": {"advantage_estimator": "pass_at_k", "advantage_k": 2, "rewards": (sparse_reward,)},
@@ -45,7 +48,8 @@ def lagged(bench: Bench, name: str, lag: int, size: int = 16, **changes: Any) ->
 
 @pytest.fixture(scope="module")
 def whole(bench) -> dict[str, Trained]:
-    runs = [lagged(bench, f"lag{lag}", lag) for lag in (0, 1, 2)] + [lagged(bench, "dynamic", 1, **DYNAMIC)]
+    runs = [lagged(bench, "lag0", 0), *(lagged(bench, f"lag{lag}", lag, **SAVE) for lag in (1, 2))]
+    runs.append(lagged(bench, "dynamic", 1, **DYNAMIC))
     return {run.name: result for run, result in zip(runs, run_all(runs, processes=1))}
 
 
@@ -98,7 +102,7 @@ def test_every_term_has_the_same_bits_from_another_layout(bench, lag):
         found = []
         for name, settings in TERMS.items():
             teacher = {"teacher_model": bench.model("llama")} if name == "teacher" else {}
-            saved = {"resume_from": str(bench.folder / f"{name}{lag}" / "checkpoint-3")} if resume else {}
+            saved = {"resume_from": str(bench.folder / f"{name}{lag}" / "checkpoint-3")} if resume else SAVE
             found.append(lagged(bench, f"{name}{lag}{suffix}", lag, size, **settings, **teacher, **saved))
         return found
 
@@ -118,7 +122,7 @@ def left_out(line: dict[str, float]) -> float:
 
 def test_a_run_that_was_killed_goes_on_elsewhere(bench, whole):
     with pytest.raises(LaunchError):
-        run_all([lagged(bench, "killed", 2, rewards=(dying("optimizer", 4, 1),))], processes=2)
+        run_all([lagged(bench, "killed", 2, rewards=(dying("optimizer", 4, 1),), **SAVE)], processes=2)
     (result,) = run_all([lagged(bench, "killed", 2, 3, resume_from="latest")], processes=1)
     assert_same_run(whole["lag2"], result, STEPS - len(result.trace), STEPS)
     assert 0 < len(result.trace) < STEPS

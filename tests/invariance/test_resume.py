@@ -53,7 +53,9 @@ def whole(bench, request) -> dict[str, Trained]:
 
 def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) -> Run:
     checkpoint = bench.folder / name / f"checkpoint-{step}"
-    return run_of(bench, name, f"{name}-from-{step}-{size}", size, resume_from=str(checkpoint), **changes)
+    return run_of(
+        bench, name, f"{name}-from-{step}-{size}", size, resume_from=str(checkpoint), save_strategy="no", **changes
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,10 @@ SEQUENCES = {"loss_type": "grpo", "delta": 1.2, "importance_sampling_level": "se
 FAR = {"trust_region": "kl", "trust_region_threshold": 1e-5, "sequence_mask_high": 1.02, "loss_type": "dr_grpo"}
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 5.0, "entropy_coef_delta": 0.05}
 PACKED: dict[str, Any] = {"settings": {"forward": "packed"}}
+SHALLOW = {"shape": {"num_hidden_layers": 1}}  # the layers of these models are alike
 WINDOWS = PACKED | {"model": "mistral", "shape": {"sliding_window": 6}}
 CASES: dict[str, dict[str, Any]] = {
-    "packed": PACKED,
+    "packed": PACKED | SHALLOW,
     "packed, masked": PACKED | {"varlen": False},
     "windows": WINDOWS,
     "windows, masked": WINDOWS | {"varlen": False},
@@ -38,13 +39,13 @@ CASES: dict[str, dict[str, Any]] = {
     "images, their own positions": {"model": "qwen2_5_vl"},
     "padded": {"settings": PADDED, "model": "gpt2"},
     "token budget and filters": {"settings": BUDGET | FILTERS, "evaluate": True},
-    "lora": {"settings": {"beta": 0.1}, "lora": True},
-    "lora, dropout": {"settings": {"beta": 0.1}, "lora": True, "rate": 0.05},
+    "lora": SHALLOW | {"settings": {"beta": 0.1}, "lora": True},
+    "lora, dropout": SHALLOW | {"settings": {"beta": 0.1}, "lora": True, "rate": 0.05},
     "lora, prefix": {"settings": {"beta": 0.1, "forward": "prefix"}, "lora": True},
     "lora, bitwise": {"settings": {"beta": 0.1, "bitwise_invariant": True}, "lora": True},
     "bitwise": {
         "settings": {"bitwise_invariant": True, "router_aux_loss_coef": 0.1, "top_p": 0.9, "generation_kwargs": SUMMED},
-        "model": "moe",
+        **{"model": "moe", **SHALLOW},
     },
     "reused rollouts": {"settings": REUSED | SYNCED},
     "sequence ratios": {"settings": SEQUENCES | ADAPTIVE | {"rollout_batch_size": 32}},
@@ -57,9 +58,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 DEFAULT = ("packed", "lora", "lora, dropout", "bitwise")  # what `make test` runs
 OTHERS = {
-    "one micro-batch": PACKED | {"micro_batch": 16},
+    "one micro-batch": CASES["packed"] | {"micro_batch": 16},
     "planted": CASES["bitwise"] | {"planted": True, "max_steps": 1},
-    "packed, planted": PACKED | {"planted": True},
+    "packed, planted": CASES["packed"] | {"planted": True, "max_steps": 1},
 }
 EACH = pytest.mark.parametrize("name", few_of(CASES, DEFAULT))
 
@@ -132,7 +133,7 @@ def test_the_host_waits_and_copies_no_more_than_this(kind):
 def test_dropout_launches_at_most_a_kernel_forward_and_one_backward():
     """Triton's, which does not run here: its mask and product are computed on the CPU, and counted as one."""
     with_dropout, without = (run(name)["steps"][-1]["launches"] for name in ("lora, dropout", "lora"))
-    micro_batches, modules = 4, 4
+    micro_batches, modules = 4, 2
     assert micro_batches * modules < with_dropout - without <= 2 * micro_batches * modules
     assert with_dropout <= 1.1 * without
 
