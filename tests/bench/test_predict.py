@@ -2,10 +2,14 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
+from grpo_ext.demo import EMBEDDED
+from grpo_ext.demo.task import Demo, DemoTask, demo_config_defaults, demo_named
 from tests.bench import predict
+from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_tokenizer
 
 
 def rows(*pairs: tuple[int, float, float]) -> list[predict.Row]:
@@ -23,9 +27,32 @@ def test_ranks_that_agree_correlate_and_intervals_draw_whole_seeds():
     assert (low, high) == pytest.approx((-1.0, 1.0))  # draws of the first seed alone, and of the second
 
 
-def test_the_study_runs(tmp_path, monkeypatch, capsys):
+def test_the_table_has_the_medians_of_seeds_and_every_correlation():
+    several = [{**row, "case": f"epsilon={row['update']}"} for row in rows((0, 1, 4), (1, 1, 6), (2, 1, 9), (0, 2, 8))]
+    lines = predict.as_text(several, {"update and weights": [0.5, -0.25, 1.0]}).splitlines()
+    assert lines[0] == "| case (medians of 3 seeds) | update | gradient | weights | score |"
+    assert lines[2:] == [
+        "| `epsilon=1` | 1 | 1 | 6 | -6 |",
+        "| `epsilon=2` | 2 | 2 | 8 | -8 |",
+        "update and weights: rank correlation 0.50 (-0.25 to 1.00)",
+    ]
+
+
+def toy(folder: Path) -> Demo:
+    """A demo of small steps with a random model."""
+    for part in (tiny_model(), tiny_tokenizer()):
+        part.save_pretrained(folder)
+    data = {"train_dataset": prompts(), "eval_dataset": prompts(8, seed=1)}
+    sizes = {"global_batch_size": 8, "per_device_train_batch_size": 8, "num_generations": 4}
+    settings = {**demo_config_defaults(), **sizes}
+    return Demo(lambda model: DemoTask("a toy", folder, reward_funcs=[letter_reward], **data), settings)
+
+
+@pytest.mark.parametrize("demo", [toy, pytest.param(lambda folder: demo_named(EMBEDDED), marks=pytest.mark.full)])
+def test_the_study_runs(demo, tmp_path, monkeypatch, capsys):
     cases = [{"epsilon": 0.02}, {"learning_rate": 1e-3}, {"scale_rewards": "none"}]
     monkeypatch.setattr(predict, "DEMO_CASES", cases)
+    monkeypatch.setattr(predict, "demo_named", lambda name: demo(tmp_path / "model"))
     options = ["--seeds", "1", "--steps", "2", "--at", "2", "--draws", "5", "--json", str(tmp_path / "found.json")]
     report = predict.main(options)
     written = json.loads((tmp_path / "found.json").read_text())

@@ -22,6 +22,7 @@ from tests.support.toy_recipe import load_recipe
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo.py"
 ONE_STEP = ["--max_steps", "1", "--num_generations", "2", "--global_batch_size", "4", "--report_to", "none"]
+SMALL = ["--global_batch_size", "16", "--per_device_train_batch_size", "16"]  # where the demo need not learn
 
 
 # as `make train` has it: what a user types, and nothing that Accelerate remarks upon
@@ -105,7 +106,7 @@ def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(
 def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(accelerate_launch, tmp_path):
     taken = tmp_path / "runs" / "demo-1"
     taken.mkdir(parents=True)
-    result = accelerate_launch("--max_steps", "2", "--demo_eval_every", "1")
+    result = accelerate_launch(*SMALL, "--max_steps", "2", "--demo_eval_every", "1")
     assert list(taken.iterdir()) == []
     assert (tmp_path / "runs" / "demo-2" / "model.safetensors").is_file()
     assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d +reward", result.stdout, re.M)) == 2
@@ -116,32 +117,33 @@ def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(accelerate_l
 
 def test_a_demo_that_is_resumed_goes_on_in_its_folder(launch, tmp_path):
     """By its path, and by "auto", which means the newest demo, as "latest" does."""
-    short = ["--save_strategy", "steps", "--save_steps", "1", "--logging_steps", "1", "--demo_eval_every", "1"]
-    for steps in (2, 1):
-        launch(*short, "--max_steps", str(steps))
-    longer = [*short, "--allow_changed_on_resume", "max_steps", "--max_steps"]
-    launch(*longer, "3", "--resume_from_checkpoint", "runs/demo-1/checkpoint-2")
-    result = launch(*longer, "4", "--resume_from_checkpoint", "auto")
+    saves = ["--save_strategy", "steps", "--save_steps", "1", "--logging_steps", "1", "--demo_eval_every", "1"]
+    for _ in range(2):
+        launch(*SMALL, *saves, "--max_steps", "1")
+    longer = [*SMALL, *saves, "--allow_changed_on_resume", "max_steps", "--max_steps"]
+    launch(*longer, "2", "--resume_from_checkpoint", "runs/demo-1/checkpoint-1")
+    result = launch(*longer, "3", "--resume_from_checkpoint", "auto")
     assert "Next, the same run on two processes" not in result.stdout
     metrics = json.loads((tmp_path / "runs" / "demo-2" / "metrics.json").read_text())
     for curve in ("exact_match_by_step", "seconds_by_step"):
-        assert list(metrics[curve]) == ["0", "1", "2", "3", "4"]  # of all starts that ended
+        assert list(metrics[curve]) == ["0", "1", "2", "3"]  # of all starts that ended
     saved = {path.name: [c.name for c in checkpoints(path)] for path in (tmp_path / "runs").iterdir()}
-    names = [f"checkpoint-{n}" for n in (1, 2, 3, 4)]
-    assert saved == {"demo-1": names[:3], "demo-2": names}
+    names = [f"checkpoint-{n}" for n in (1, 2, 3)]
+    assert saved == {"demo-1": names[:2], "demo-2": names}
 
 
 @pytest.mark.parametrize(
     ("name", "rewards", "steps", "gain"),
     [
         ("lora", ["sorted_letters_reward"], 20, 0.3),
-        pytest.param("two_rewards", ["sorted_letters_reward", "length_penalty"], 2, None, marks=pytest.mark.full),
-        ("custom_reward", ["share_in_place"], 2, None),
+        pytest.param("two_rewards", ["sorted_letters_reward", "length_penalty"], 1, None, marks=pytest.mark.full),
+        ("custom_reward", ["share_in_place"], 1, None),
     ],
 )
 def test_the_demo_takes_adapters_and_other_rewards(launch, tmp_path, name, rewards, steps, gain):
     (tmp_path / "recipes").symlink_to(RECIPE.parent)  # the reward's path is one from the root of the project
-    launch("--config", f"recipes/configs/demo_{name}.yaml", "--max_steps", steps, "--logging_steps", "1")
+    sizes = SMALL if gain is None else []
+    launch("--config", f"recipes/configs/demo_{name}.yaml", *sizes, "--max_steps", steps, "--logging_steps", "1")
     folder = tmp_path / "runs" / "demo-1"
     metrics = json.loads((folder / "metrics.json").read_text())
     logged = {key for line in metrics["log_history"] for key in line if key.startswith("rewards/")}
@@ -152,7 +154,7 @@ def test_the_demo_takes_adapters_and_other_rewards(launch, tmp_path, name, rewar
 
 
 def test_a_step_runs_again_with_the_settings_of_the_run(launch, own_task, tmp_path):
-    saves = ["--max_steps", "4", "--save_strategy", "steps", "--save_steps", "2"]
+    saves = ["--max_steps", "3", "--save_strategy", "steps", "--save_steps", "2"]
     launch(*own_task, *saves, "--output_dir", tmp_path / "run")
     recipe = json.loads((tmp_path / "run" / "recipe.json").read_text())
     (tmp_path / "settings.yaml").write_text(json.dumps(recipe["settings"]))

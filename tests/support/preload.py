@@ -5,6 +5,8 @@ import gc
 import importlib.metadata
 import importlib.util
 
+import matplotlib.figure  # noqa: F401  the report of a run that has ended
+
 import grpo_ext
 import grpo_ext.run.fingerprint
 import tests.support.cases
