@@ -176,7 +176,8 @@ class Fails(GRPOTrainer):
 
 
 def failing(folder: Path, place: str, at: int, error: Exception | None = None) -> Any:
-    trainer = trainer_of(folder, groups=3, cls=Fails, eval_dataset=prompts(3, seed=1))
+    steps = at + ("evaluation" not in place)  # no more than it takes
+    trainer = trainer_of(folder, groups=3, cls=Fails, eval_dataset=prompts(3, seed=1), max_steps=steps)
     trainer.place, trainer.at, trainer.error = place, at, error or KeyError("a fault")
 
     def compare(*args: Any) -> None:
@@ -263,10 +264,10 @@ def failing_alone(folder: Path, run: Callable[[], None]) -> None:
 
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 # places of `Fails`, and the steps at which it fails there
-AT = {"comparison": 0, "loss": 1, "rollout": 1, "evaluation": 2, "gathers": 0, "no super": 0, "objects of the loss": 0}
+AT = {"comparison": 0, "loss": 1, "rollout": 1, "evaluation": 1, "gathers": 0, "no super": 0, "objects of the loss": 0}
 FAILING: dict[str, Callable[[Path], Any]] = {
     **{place: partial(failing, place=place, at=at) for place, at in AT.items()},
-    "evaluation, memory": lambda folder: failing(folder, "evaluation", at=2, error=MEMORY),
+    "evaluation, memory": lambda folder: failing(folder, "evaluation", at=1, error=MEMORY),
     "reward": failing_reward,
     "rollout function": failing_rollout,
     "send": partial(failing_send, lag=0),

@@ -6,6 +6,7 @@ which it holds a slice.
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from grpo_ext.run.record import STEP
 from grpo_ext.runtime import sequence_group
 from grpo_ext.runtime.sequence_group import SequenceGroup
 from tests.distributed.tasks import RANK, save, trainer_of
+from tests.support import spared
 from tests.support.architectures import VIEWING, architecture
 from tests.support.images import image_model, image_processor
 from tests.support.launch import leave
@@ -37,6 +39,7 @@ from tests.support.trainers import make, passing_on
 
 KINDS = (*MODELS, "gpt_oss", "deepseek_v3", *VIEWING)
 LONG = ([16], [[48, 47, 31]])
+SIZES = (2, 4)  # of groups
 PACKED: Form = "packed"
 
 
@@ -55,21 +58,35 @@ def differences(policy: Any, rows: Any, group: SequenceGroup, **options: Any) ->
     return [apart(one, other) for one, other in zip(sliced, whole)]
 
 
-def of_kinds(group: SequenceGroup) -> dict[Any, list[float]]:
-    found: dict[Any, list[float]] = {}
-    for kind in KINDS:
-        policy = model(kind)
-        for shape in SHAPES if kind == "qwen2" else ("groups",):
-            found[kind, shape] = differences(policy, rows_of(*SHAPES[shape]), group)
-    # frequencies change with the longest sequence of a forward, which lies on one member
+def long_rope() -> Any:
+    """Frequencies change with the longest sequence of a forward, which lies on one member."""
     ropes = {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 24, "rope_theta": 1e4}
     ropes |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    policy = scoring("phi3", initializer_range=0.3, rope_parameters=ropes, original_max_position_embeddings=24)
-    found["longrope", "long"] = differences(policy, rows_of(*SHAPES["long"]), group)
+    return scoring("phi3", initializer_range=0.3, rope_parameters=ropes, original_max_position_embeddings=24)
+
+
+def checkpointing() -> Any:
     policy = model("llama").train()
     policy.gradient_checkpointing_enable()
-    found["checkpointing", "groups"] = differences(policy, rows_of(*SHAPES["groups"]), group)
-    found["router", "masked_out"] = differences(model("moe"), rows_of(*SHAPES["masked_out"]), group, with_router=True)
+    return policy
+
+
+# by kind and shape
+CASES: dict[tuple[str, str], Callable[[], Any]] = {
+    **{("qwen2", shape): partial(model, "qwen2") for shape in SHAPES},
+    **{(kind, "groups"): partial(model, kind) for kind in KINDS if kind != "qwen2"},
+    ("longrope", "long"): long_rope,
+    ("checkpointing", "groups"): checkpointing,
+    ("router", "masked_out"): partial(model, "moe"),
+}
+
+
+def of_kinds(group: SequenceGroup) -> dict[tuple[str, str], list[float]]:
+    """Of every case with --full; otherwise of every second one, so that each runs in groups of one size."""
+    found, cases = {}, [*CASES] if spared.FULL in os.environ else [*CASES][SIZES.index(group.size) :: len(SIZES)]
+    for kind, shape in cases:
+        policy, rows = CASES[kind, shape](), rows_of(*SHAPES[shape])
+        found[kind, shape] = differences(policy, rows, group, with_router=kind == "router")
     return found
 
 
@@ -213,7 +230,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
 def step_again(folder: Path) -> tuple[str, list[dict[str, Any]], int]:
     """A step that runs again; and how often one process calls TRL's method for log-probabilities alone."""
-    settings = {"sequence_parallel_size": 2, "max_steps": 3, "logging_steps": 1, "save_strategy": "steps"}
+    settings = {"sequence_parallel_size": 2, "max_steps": 2, "logging_steps": 1, "save_strategy": "steps"}
     trainer_of(folder, **settings, save_steps=1).train()
     again = trainer_of(folder, **settings, save_steps=1)
     rerun = again.rerun(2)
@@ -264,15 +281,14 @@ TASKS: dict[str, Callable[[SequenceGroup], Any]] = {
     "kinds": of_kinds,
     "replayed": replayed,
     "controls": controls,
-    "refused": why_refused,
     "exchanges": exchanges,
     "saved": saved_of_completion,
 }
 
 if __name__ == "__main__":
     folder, accelerator = Path(sys.argv[1]), Accelerator(cpu=True)
-    groups = {size: SequenceGroup(accelerator, size, 60) for size in (2, 4)}
+    groups = {size: SequenceGroup(accelerator, size, 60) for size in SIZES}
     result = {(name, size): task(group) for size, group in groups.items() for name, task in TASKS.items()}
-    result |= {"refusals": refusals(folder), "step again": step_again(folder)}
+    result |= {"refused": why_refused(groups[2]), "refusals": refusals(folder), "step again": step_again(folder)}
     save(folder, result | {"saved whole": saved_of_completion(None)})
     leave(folder)

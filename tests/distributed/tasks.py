@@ -167,7 +167,7 @@ def changed_by_padding(folder: Path, size: int) -> torch.Tensor:
 
 def packs_on_one(folder: Path, what: str) -> list[float]:
     """Packs go wrong (`fault`), or are not taken (`refusal`), on the second process alone; the shares of padding."""
-    trainer = trainer_of(folder, bf16=True, num_iterations=2)
+    trainer = trainer_of(folder, groups=2, bf16=True, num_iterations=2)
     build = forms.build_pack
 
     def changed(*args):
@@ -253,7 +253,7 @@ def shared_disk(folder: Path) -> list[str]:
 
 def step_again(folder: Path) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
     """A step that ran again: the verdict, and what is recorded of the step and of its completions."""
-    saves = {"max_steps": 4, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
+    saves = {"max_steps": 3, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
     trainer_of(folder, **saves).train()
     cases = [{"loss_type": "luspo"}, {"scale_rewards": "none"}, {"epsilon": 0.1}]
     again = trainer_of(folder, **saves).rerun(3, gradients=True, cases=cases)

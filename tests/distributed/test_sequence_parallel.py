@@ -11,7 +11,7 @@ from tests.support.launch import on_processes
 from tests.support.packs import FLOAT32
 from tests.tolerances import DIFFERENT, SAME_ALGEBRA, UPDATE
 
-SIZES = (2, 4)
+SIZES = slices.SIZES
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,10 @@ def test_slices_give_the_scores_and_gradients_of_the_whole_pack(ranks, size):
         for (kind, shape), found in rank["kinds", size].items():
             exact = kind in slices.MODELS and kind not in FLOAT32
             assert max(found) <= (SAME_ALGEBRA if exact else UPDATE), f"{kind}, {shape}: {found}"
+
+
+def test_every_case_was_run_in_groups_of_some_size(ranks):
+    assert {case for size in SIZES for case in ranks[0]["kinds", size]} == {*slices.CASES}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -54,7 +58,7 @@ def test_a_gradient_that_members_count_twice_is_found(ranks, size):
 def test_a_slice_that_is_off_by_a_token_is_found(ranks):
     assert min(ranks[0]["controls", 2]["shifted"]) > DIFFERENT
     for rank in ranks:
-        right, wrong = rank["refused", 2]
+        right, wrong = rank["refused"]
         assert right is None
         assert "times the rounding" in wrong
 

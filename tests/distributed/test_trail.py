@@ -10,7 +10,8 @@ from tests.support.cases import Bench
 from tests.support.launches import run_all
 
 
-@pytest.mark.parametrize("case", ["dapo", "cut_dynamic", "ahead_gspo"])
+# with "dapo" a run of one process is compared below
+@pytest.mark.parametrize("case", [pytest.param("dapo", marks=pytest.mark.full), "cut_dynamic", "ahead_gspo"])
 def test_one_and_two_processes_have_one_trail(tmp_path, case):
     bench, folders = Bench(tmp_path), [tmp_path / "1", tmp_path / "2"]
     for processes, folder in enumerate(folders, 1):

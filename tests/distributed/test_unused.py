@@ -25,7 +25,7 @@ def of(folder: Path, name: str, rank: int) -> tuple[torch.Tensor, list[Any]]:
     return torch.load(folder / f"{name}_{rank}.pt"), json.loads((folder / f"{name}_{rank}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "bitwise", "clamp"])
+@pytest.mark.parametrize("name", ["sgd", pytest.param(unused.FULL, marks=pytest.mark.full), "bitwise", "clamp"])
 def test_experts_that_only_fillers_choose_do_not_move(apart, tmp_path, name):
     alone, used = unused.run(tmp_path, name)
     assert all(0 < len(step) < 24 for step in used)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tests.support import spared
 from tests.support.experts import with_experts
 from tests.support.launch import leave
 from tests.support.tiny import prompts
@@ -26,6 +27,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "noise": SGD,
     "watched": SGD,
 }
+FULL = "adamw"  # with --full alone: in "bitwise" the same optimizer
 HOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamp": lambda gradient: gradient.clamp(-1e-3, 1e-3) * (gradient > 0),
     "noise": lambda gradient: gradient + 1e-3 * torch.randn_like(gradient),
@@ -60,7 +62,7 @@ def run(folder: Path, name: str, reward: Any = one_group_teaches, **changes: Any
 
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    for name in RUNS:
+    for name in [name for name in RUNS if name != FULL or spared.FULL in os.environ]:
         update, used = run(folder, name)
         torch.save(update, folder / f"{name}_{rank}.pt")
         (folder / f"{name}_{rank}.json").write_text(json.dumps(used))

@@ -8,14 +8,19 @@ import torch
 
 from grpo_ext.algorithms.advantages import group_centered, leave_one_out
 from tests.estimators import objectives as of
-from tests.estimators.measure import compare
+from tests.estimators.measure import ROLLOUT, compare
 from tests.estimators.policy import REWARDS_PN, Distribution, flat_parameters, gradient, log_probs
 from tests.estimators.rows import PLANTED, ROWS, measured
 
-COMPLETIONS = 8_192
 CENTRED = 7 / 8  # of `group_centered`: the mean of 8 holds a completion's own reward
 ROUNDING = 1e-6  # RMSNorm computes in float32
 START = flat_parameters()
+
+
+@pytest.fixture
+def completions(request) -> int:
+    """A rollout of each prompt, and with --full another one."""
+    return ROLLOUT * (1 + request.config.getoption("--full"))
 
 
 def exact(objective: of.Objective) -> torch.Tensor:
@@ -33,15 +38,15 @@ def noisy(mean_D: torch.Tensor, blocks: int = 64) -> torch.Tensor:
     return mean_D + sizes_D * torch.randn(blocks, len(mean_D), generator=source, dtype=torch.float64)
 
 
-def test_the_base_row_follows_the_expected_reward():
-    ((found, _),) = measured(ROWS[0], COMPLETIONS)
+def test_the_base_row_follows_the_expected_reward(completions):
+    ((found, _),) = measured(ROWS[0], completions)
     assert not found.biased, found
     assert abs(found.factor - CENTRED) < 4 * found.factor_error, found
 
 
 @pytest.mark.parametrize("row", [PLANTED[0], *(pytest.param(row, marks=pytest.mark.full) for row in PLANTED[1:])])
-def test_a_planted_bias_is_found(row):
-    found, _ = measured(row, COMPLETIONS)[0]
+def test_a_planted_bias_is_found(row, completions):
+    found, _ = measured(row, completions)[0]
     assert found.biased, found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tenacity
 import torch
 
 from grpo_ext.algorithms.exact import exact_mean
@@ -19,6 +20,13 @@ from grpo_ext.rewards.guard import Faults, columns_of, metrics_of
 from grpo_ext.rewards.runner import RewardRows, RewardRunner
 from grpo_ext.rewards.worker import RewardCall
 from tests.support.rewards import STRICT, functions_of, running_loop, score
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    """Before another try a call waits a fiftieth of the time."""
+    wait = tenacity.wait_exponential
+    monkeypatch.setattr(tenacity, "wait_exponential", lambda multiplier, max: wait(multiplier / 50, max))
 
 
 def call(function: Callable, faults: Faults = STRICT) -> list[float | None]:

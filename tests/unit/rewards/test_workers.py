@@ -36,7 +36,9 @@ def gone(pid: int) -> bool:
     return True
 
 
-def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
+# every process of a worker imports torch
+@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.full) for number in (1, 3))])
+def test_functions_of_every_kind_give_the_same_for_every_number_of_workers(number):
     factor = 3
 
     def length(completions, answer, log_metric, log_extra, **kwargs):
@@ -61,9 +63,8 @@ def test_functions_of_every_kind_give_the_same_for_every_number_of_workers():
     assert [len(rewards) for rewards in here[0]] == [5] * 6
     assert here[1][0].metrics == [("mean", 1.5)]
     assert here[1][0].columns == {"length": [1, 2]}
-    for number in (1, 3):
-        with working(number) as workers:
-            assert score(functions, workers, state=state) == here
+    with working(number) as workers:
+        assert score(functions, workers, state=state) == here
 
 
 def test_a_worker_is_a_fresh_single_threaded_interpreter_outside_the_launch(monkeypatch):

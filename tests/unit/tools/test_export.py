@@ -145,7 +145,7 @@ def test_a_base_without_a_name_or_quantised_is_refused(tmp_path):
     assert export(checkpoint, tmp_path / "out", merge_adapter=True, base=str(base)) == "merged adapter"
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.full), True])
 def test_an_adapter_alone_and_merged_in_float32_into_a_base_in_half_precision(tmp_path, dora):
     tiny_model().bfloat16().save_pretrained(tmp_path / "half")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="float32")
@@ -198,13 +198,13 @@ def adapted(base: Path, folder: Path, **adapter: Any) -> torch.Tensor:
     ("adapter", "stays_tied"),
     [
         ({}, True),
-        ({"target_modules": ["embed_tokens"]}, False),
-        ({"target_modules": ["lm_head"]}, False),
+        pytest.param({"target_modules": ["embed_tokens"]}, False, marks=pytest.mark.full),
+        pytest.param({"target_modules": ["lm_head"]}, False, marks=pytest.mark.full),
         ({"target_modules": ["embed_tokens", "lm_head", "q_proj"]}, False),
-        ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, False),
+        pytest.param({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, False, marks=pytest.mark.full),
         ({"target_modules": [], "target_parameters": ["embed_tokens.weight"]}, False),
-        ({"target_modules": [], "target_parameters": ["lm_head.weight"]}, False),
-        ({"modules_to_save": ["embed_tokens"]}, False),
+        pytest.param({"target_modules": [], "target_parameters": ["lm_head.weight"]}, False, marks=pytest.mark.full),
+        pytest.param({"modules_to_save": ["embed_tokens"]}, False, marks=pytest.mark.full),
         ({"modules_to_save": ["lm_head"]}, False),
         ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
         ({"trainable_token_indices": [3, 4, 7]}, False),
