@@ -3,6 +3,8 @@
 The whole table is a command: `python -m tests.estimators`.
 """
 
+import functools
+
 import pytest
 import torch
 
@@ -23,6 +25,7 @@ def completions(request) -> int:
     return ROLLOUT * (1 + request.config.getoption("--full"))
 
 
+@functools.cache
 def exact(objective: of.Objective) -> torch.Tensor:
     return gradient(objective, START, START)
 

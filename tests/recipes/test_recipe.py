@@ -1,5 +1,6 @@
 """recipes/grpo.py as people run it: a process of its own, from another folder, without a network."""
 
+import functools
 import json
 import os
 import re
@@ -29,38 +30,40 @@ SMALL = ["--global_batch_size", "16", "--per_device_train_batch_size", "16"]  # 
 LAUNCHER = "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no"
 
 
+def run_recipe(folder: Path, cache: Path, *options: Any, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    result = forks.python(RECIPE, *options, cwd=folder, timeout_s=400, GRPO_EXT_CACHE=str(cache))
+    assert result.returncode == expect, f"{options}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
+    return result
+
+
+def run_by_accelerate(folder: Path, cache: Path, fork: bool, *options: Any) -> subprocess.CompletedProcess[str]:
+    """Through `accelerate launch`, on a forked process or in interpreters of its own."""
+    launcher, command = [sys.executable, *LAUNCHER.split()], [str(RECIPE), *map(str, options)]
+    environment = launch_environment()
+    fork = fork and forks.serves(environment)
+    environment |= {"GRPO_EXT_CACHE": str(cache)}
+    if fork:
+        done = forks.run_forked_by(launcher, command, environment, 400, folder)
+        result = subprocess.CompletedProcess(command, *done)
+    else:
+        environment |= {"PYTHONPATH": str(RECIPE.parents[1]), "HF_HOME": str(cache / "hub")}
+        command, streams = [*launcher, *command], {"capture_output": True, "text": True}
+        result = subprocess.run(command, cwd=folder, env=environment, timeout=400, **streams)
+    assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
+    return result
+
+
 @pytest.fixture
 def launch(tmp_path, cache):
     """Runs the recipe in tmp_path; the result has returncode, stdout and stderr."""
-
-    def run(*options, expect=0):
-        result = forks.python(RECIPE, *options, cwd=tmp_path, timeout_s=400, GRPO_EXT_CACHE=str(cache))
-        assert result.returncode == expect, f"{options}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
-        return result
-
-    return run
+    return functools.partial(run_recipe, tmp_path, cache)
 
 
-@pytest.fixture
-def accelerate_launch(tmp_path, cache, request):
-    """Runs the recipe through `accelerate launch`; with --full in interpreters of its own."""
-
-    def run(*options):
-        launcher, command = [sys.executable, *LAUNCHER.split()], [str(RECIPE), *map(str, options)]
-        environment = launch_environment()
-        fork = forks.serves(environment) and not request.config.getoption("--full")
-        environment |= {"GRPO_EXT_CACHE": str(cache)}
-        if fork:
-            done = forks.run_forked_by(launcher, command, environment, 400, tmp_path)
-            result = subprocess.CompletedProcess(command, *done)
-        else:
-            environment |= {"PYTHONPATH": str(RECIPE.parents[1]), "HF_HOME": str(cache / "hub")}
-            command, streams = [*launcher, *command], {"capture_output": True, "text": True}
-            result = subprocess.run(command, cwd=tmp_path, env=environment, timeout=400, **streams)
-        assert result.returncode == 0, f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"
-        return result
-
-    return run
+@pytest.fixture(scope="module")
+def by_accelerate(cache, request):
+    """Runs the recipe in a folder through `accelerate launch`; with --full in interpreters of its own."""
+    fork = not request.config.getoption("--full")
+    return lambda folder, *options: run_by_accelerate(folder, cache, fork, *options)
 
 
 @pytest.fixture
@@ -84,11 +87,9 @@ def own_task(tmp_path):
 
 
 @pytest.mark.full  # a minute and more; the notebook's 35 steps and the adapter's 20 show the gain in `make test`
-def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(
-    accelerate_launch, tmp_path, cache, monkeypatch
-):
+def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(by_accelerate, tmp_path, cache, monkeypatch):
     monkeypatch.setenv("GRPO_EXT_CACHE", str(cache))
-    result = accelerate_launch()
+    result = by_accelerate(tmp_path)
     scores = re.search(r"^held-out exact match (\d\.\d+) -> (\d\.\d+) in \d+ s$", result.stdout, re.M)
     assert scores, result.stdout
     before, after = float(scores[1]), float(scores[2])
@@ -103,31 +104,44 @@ def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(
     assert saved == pytest.approx(metrics["exact_match_after"], abs=0.01), "the saved model is not the trained one"
 
 
-def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(accelerate_launch, tmp_path):
-    taken = tmp_path / "runs" / "demo-1"
-    taken.mkdir(parents=True)
-    result = accelerate_launch(*SMALL, "--max_steps", "2", "--demo_eval_every", "1")
-    assert list(taken.iterdir()) == []
-    assert (tmp_path / "runs" / "demo-2" / "model.safetensors").is_file()
-    assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d +reward", result.stdout, re.M)) == 2
-    assert "{'" not in result.stdout, "a dictionary was dumped"
+SAVES = ["--save_strategy", "steps", "--save_steps", "1", "--logging_steps", "1", "--demo_eval_every", "1"]
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory, cache, by_accelerate):
+    """The folder of two demos, the files of the first before and after the second, and what that one printed."""
+    folder = tmp_path_factory.mktemp("demos")
+    run_recipe(folder, cache, *SMALL, *SAVES, "--max_steps", "1")
+    before = contents(folder / "runs" / "demo-1")
+    second = by_accelerate(folder, *SMALL, *SAVES, "--max_steps", "2")
+    return folder, (before, contents(folder / "runs" / "demo-1")), second
+
+
+def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(demos):
+    folder, (before, after), second = demos
+    assert before == after != {}
+    assert (folder / "runs" / "demo-2" / "model.safetensors").is_file()
+    assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d +reward", second.stdout, re.M)) == 2
+    assert "{'" not in second.stdout, "a dictionary was dumped"
     # forked processes have loaded them
-    assert result.stderr.removeprefix("Loading torch, transformers and TRL ...\n") == ""
+    assert second.stderr.removeprefix("Loading torch, transformers and TRL ...\n") == ""
 
 
-def test_a_demo_that_is_resumed_goes_on_in_its_folder(launch, tmp_path):
+def test_a_demo_that_is_resumed_goes_on_in_its_folder(demos, cache):
     """By its path, and by "auto", which means the newest demo, as "latest" does."""
-    saves = ["--save_strategy", "steps", "--save_steps", "1", "--logging_steps", "1", "--demo_eval_every", "1"]
-    for _ in range(2):
-        launch(*SMALL, *saves, "--max_steps", "1")
-    longer = [*SMALL, *saves, "--allow_changed_on_resume", "max_steps", "--max_steps"]
-    launch(*longer, "2", "--resume_from_checkpoint", "runs/demo-1/checkpoint-1")
-    result = launch(*longer, "3", "--resume_from_checkpoint", "auto")
+    folder, _, _ = demos
+    longer = [*SMALL, *SAVES, "--allow_changed_on_resume", "max_steps", "--max_steps"]
+    run_recipe(folder, cache, *longer, "2", "--resume_from_checkpoint", "runs/demo-1/checkpoint-1")
+    result = run_recipe(folder, cache, *longer, "3", "--resume_from_checkpoint", "auto")
     assert "Next, the same run on two processes" not in result.stdout
-    metrics = json.loads((tmp_path / "runs" / "demo-2" / "metrics.json").read_text())
+    metrics = json.loads((folder / "runs" / "demo-2" / "metrics.json").read_text())
     for curve in ("exact_match_by_step", "seconds_by_step"):
         assert list(metrics[curve]) == ["0", "1", "2", "3"]  # of all starts that ended
-    saved = {path.name: [c.name for c in checkpoints(path)] for path in (tmp_path / "runs").iterdir()}
+    saved = {path.name: [c.name for c in checkpoints(path)] for path in (folder / "runs").iterdir()}
     names = [f"checkpoint-{n}" for n in (1, 2, 3)]
     assert saved == {"demo-1": names[:2], "demo-2": names}
 

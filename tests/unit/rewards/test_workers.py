@@ -144,7 +144,11 @@ def ending(code: str, times: int, folder: Path) -> Callable[..., Any]:
     ("code", "says"),
     [
         ("os._exit(7)", r"its process has ended: EXIT\(7\)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", r"its process has ended: SIGKILL\(-9\)"),
+        pytest.param(  # by a signal it ends below
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            r"its process has ended: SIGKILL\(-9\)",
+            marks=pytest.mark.full,
+        ),
         ("sys.exit(3)", "SystemExit: 3"),
     ],
 )

@@ -375,7 +375,7 @@ class _Later:
         return [reward + (self.calls > 3) for reward in letter_reward(prompts, completions)]
 
 
-@pytest.mark.parametrize("bitwise", [False, True])
+@pytest.mark.parametrize("bitwise", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_first_stage_of_trained_runs_is_named(fork_launches, tmp_path, bitwise):
     run = replace(saved(tmp_path, {**TRAINED, "learning_rate": 1e-3}), rewards=(_Later(),))
     report = check(run, [Split(8), Split(4)], tmp_path / "runs", steps=3, bitwise=bitwise)
