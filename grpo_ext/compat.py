@@ -20,11 +20,11 @@ from typing import Any, get_args
 import torch
 import transformers
 import trl
-from accelerate.logging import get_logger
 from packaging.specifiers import SpecifierSet
 
 from .errors import ConfigError, ContractError
 from .runtime.attributes import temporarily_set_each
+from .runtime.messages import logger
 
 # as in pyproject.toml
 TESTED = {"trl": ">=1.15,<1.17", "transformers": ">=5.20,<6"}
@@ -57,7 +57,6 @@ try:
 except (ImportError, RuntimeError) as error:  # TRL's lazy modules raise RuntimeError
     raise misfit(str(error)) from error
 
-logger = get_logger(__name__)
 _OLD_NAMES: Any = ("ignore", re.compile(r"`(is_)?gradient_checkpointing\w*` is deprecated"), FutureWarning, None, 0)
 
 # methods of the trainer that override none of `trl.GRPOTrainer`, as all others do

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate.logging import get_logger
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -11,10 +10,9 @@ from ..errors import ConfigError, ModelError
 from ..forward.architecture import base_model_of
 from ..forward.dropout import is_keyed
 from ..forward.quantised import outlier_thresholds
+from ..runtime.messages import logger
 from ..step.gradients import refuse_gradient_hooks
 from ..upstream.argument_checks import rates
-
-logger = get_logger(__name__)
 
 # what these kinds of PEFT adapters do in a forward pass
 _SPLIT_DEPENDENT_ADAPTERS = {

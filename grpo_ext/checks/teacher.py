@@ -6,17 +6,15 @@ have the same ids.
 
 from typing import Any, cast
 
-from accelerate.logging import get_logger
 from transformers import AutoTokenizer, ProcessorMixin
 
 from ..algorithms.policy_losses import POLICY_LOSSES, check_policy_loss
 from ..config import GRPOConfig
 from ..errors import ConfigError
 from ..forward.snapshot import refuse_replaced_forward
+from ..runtime.messages import logger
 from ..settings import refuse_excluded
 from ..upstream.argument_checks import check_causal_lm, find_model
-
-logger = get_logger(__name__)
 
 
 def no_reward(completions: list[Any], **columns: Any) -> list[float]:

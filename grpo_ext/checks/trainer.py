@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from accelerate.logging import get_logger
 from torch import nn
 from transformers import ProcessorMixin
 
@@ -29,6 +28,7 @@ from ..rollouts.tools import check_names, check_tools
 from ..run.checkpoint import create_output_dir
 from ..run.optimizer import check_weights
 from ..runtime.determinism import unfit_kernels
+from ..runtime.messages import logger
 from ..sampling.equal_shares import why_equal
 from ..sampling.sampler import Sampler, suppressed_in
 from ..sampling.vllm import SENT
@@ -42,10 +42,10 @@ from . import model as models
 from . import settings
 from .data import check_images, check_lengths, check_tokens
 
-logger = get_logger(__name__)
-
-_SAMPLERS, _MASKS = ("_get_train_sampler", "_get_eval_sampler"), ("get_high_entropy_mask", "get_off_policy_mask")
-_UNUSED_HOOKS = (*_SAMPLERS, *_MASKS, "get_gamma_weights")
+_UNUSED_HOOKS = (
+    *("_get_train_sampler", "_get_eval_sampler", "get_high_entropy_mask", "get_off_policy_mask"),
+    "get_gamma_weights",
+)
 # methods of sampling that users override
 _SAMPLING_HOOKS = (SCORE, "_generate_single_turn")
 # methods of TRL's that are not called, and what to use instead

@@ -10,12 +10,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import extract_model_from_parallel
 
 from ..batching.micro_batches import Form, RowBatching
 from ..errors import MemoryShortageError
 from ..runtime.collectives import gather_lists, raise_on_all
+from ..runtime.messages import logger
 from ..runtime.out_of_memory import is_out_of_memory
 from ..runtime.sequence_group import SequenceGroup
 from .architecture import base_model_of
@@ -23,8 +23,6 @@ from .form_check import DRAWS, RowsAlone, why_form_fails
 from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
 from .zeros import zeros_filled
-
-logger = get_logger(__name__)
 
 _TAKES_LONG = 256  # tokens of a prompt; on a CPU the comparison then takes seconds
 _NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes"}

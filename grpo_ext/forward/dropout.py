@@ -12,16 +12,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 
 from ..algorithms.digests import digest
 from ..algorithms.keyed_random import CHANNEL, FIRST, SECOND, signed
 from ..errors import refuse_split_dependence
 from ..runtime.attributes import replace_forward, temporarily_set
+from ..runtime.messages import logger
 from .carried import Carried, carried_now
-
-logger = get_logger(__name__)
 
 
 def is_keyed(module: nn.Module) -> bool:

@@ -10,13 +10,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..runtime.attributes import temporarily_set_each
-
-logger = get_logger(__name__)
+from ..runtime.messages import logger
 
 
 def rope_parameters(config: Any) -> dict[str | None, dict[str, Any]]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 
 from ..batching.micro_batches import Form, RowBatching, StepSizes, canonical_units, filled
 from ..batching.sizes import group_numbers
@@ -23,6 +22,7 @@ from ..errors import ConfigError, refuse_split_dependence
 from ..precision.weight_gradients import float32_weight_gradients
 from ..runtime.attributes import left_as_it_was, temporarily_set
 from ..runtime.collectives import gather_in_group, gather_lists, max_over_processes, raise_on_all, shards_parameters
+from ..runtime.messages import logger
 from ..runtime.out_of_memory import Halving
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
@@ -37,8 +37,6 @@ from .lm_head import LogProbs
 from .moving_buffers import differ, moving_buffers
 from .rows import TokenRows, unpadded
 from .token_slice import refuse_other_forms
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)

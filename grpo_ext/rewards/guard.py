@@ -17,13 +17,12 @@ from typing import Any
 
 import tenacity
 import torch
-from accelerate.logging import get_logger
 
 from ..errors import ConfigError, RewardError, shortened
 from ..runtime.collectives import on_all_processes
+from ..runtime.messages import logger
 from .worker import Attempt, RemoteError, RewardCall, call_function
 
-logger = get_logger(__name__)
 _LARGEST = torch.finfo(torch.float32).max
 ChunkRewards = tuple[list[float | None], RewardCall]  # the rewards of a call, and what it logged
 

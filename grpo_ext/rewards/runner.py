@@ -14,18 +14,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch import nn
 from trl import apply_chat_template
 
 from ..compat import parameters_of
 from ..errors import RewardError
+from ..runtime.messages import logger
 from .guard import ChunkRewards, Faults, GuardedCall, start
 from .worker import RewardCall
 from .workers import RewardWorkers
 
-logger = get_logger(__name__)
 # columns that reward functions do not get: TRL leaves them out, or they are names of arguments
 _NO_COLUMNS = ("prompt", "completion", "completion_ids", "log_metric", "log_extra")
 

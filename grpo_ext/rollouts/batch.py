@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.logging import get_logger
 
 from ..batching.micro_batches import StepSizes
 from ..batching.sizes import group_numbers
@@ -39,8 +38,7 @@ from ..forward.columns import (
 from ..forward.images import RowImages, joined
 from ..forward.rows import TokenRows
 from ..runtime.collectives import gather_lists
-
-logger = get_logger(__name__)
+from ..runtime.messages import logger
 
 _OWN = Column("row")  # a column that a user's `_generate_and_score_completions` made
 # of completions: values of any length each, one value of one shape each, or Python objects

@@ -10,8 +10,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from accelerate.logging import get_logger
-
 from .. import compat
 from ..batching.micro_batches import Form
 from ..forward.architecture import base_model_of
@@ -28,6 +26,7 @@ from ..rewards.workers import RewardWorkers
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import raise_on_all, wait_for_all
 from ..runtime.determinism import align_memory
+from ..runtime.messages import logger
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..sampling.engine import ContinuousBatching, Engine, EngineSettings, TransformersEngine
 from ..sampling.engine_check import EngineCheck, rounding_bound, surplus_of
@@ -42,8 +41,6 @@ from .rounds import ScoredBatch
 from .settings import LOGPS, template_of
 from .source import Rollouts
 from .worker import Models, RolloutWorker
-
-logger = get_logger(__name__)
 
 
 def build_rollouts(view: TrainerView, note: Callable[[int, int, ScoredBatch], None]) -> Rollouts:

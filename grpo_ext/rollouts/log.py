@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
 from ..algorithms.advantages import nan_std, weighted_sum
 from ..algorithms.exact import exact_mean
 from ..algorithms.losses import RatioRule
 from ..rewards.guard import columns_of, metrics_of
+from ..runtime.messages import logger
 from ..view import TrainerView
 from .join import Round
 from .local import RolloutSettings
-
-logger = get_logger(__name__)
 
 
 @dataclass

@@ -9,20 +9,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
 from ..algorithms.advantages import fill_places
 from ..batching.prompt_order import StepDataset, StepRows
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError, counted
 from ..forward.columns import ADVANTAGES, ROW_IMAGES
+from ..runtime.messages import logger
 from ..sampling.equal_shares import refuse_unequal_shares
 from .batch import RolloutBatch, gather_scored
 from .images import ImageSource
 from .join import Round
 from .local import RolloutSettings
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
 from ..batching.prompt_order import ProcessSlices, RolloutRequest, StepDataset, StepLoader, StepRows, make_loader
 from ..errors import RewardError
@@ -31,6 +30,7 @@ from ..runtime.collectives import (
     uneven_collectives,
     wait_for_all,
 )
+from ..runtime.messages import logger
 from ..runtime.out_of_memory import Halving, MicroBatchLimits
 from ..sampling.engine_check import EngineCheck
 from ..sampling.equal_shares import why_equal
@@ -45,8 +45,6 @@ from .log import RolloutLog
 from .rounds import ScoredBatch, fill_groups, round_by_user
 from .settings import read_settings, template_of
 from .worker import RolloutWorker, logged_elsewhere, reward_columns
-
-logger = get_logger(__name__)
 
 _STAND_INS = (
     "where a rollout batch leaves a process without prompts (the last of an epoch, a small evaluation set, a further "

@@ -16,17 +16,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from accelerate.logging import get_logger
-
 from ..compat import supports_tool_calling
 from ..errors import ConfigError, DataError, RolloutError, did_you_mean
 from ..forward.images import images_in
 from ..rewards.guard import CallTimeout, in_time
+from ..runtime.messages import logger
 from ..sampling.turn import Turn
 from .chat import Chat
 from .transcript import Messages, Transcript
 
-logger = get_logger(__name__)
 Tool = Callable[..., Any]
 Pools = dict[str | None, list[Any]]
 

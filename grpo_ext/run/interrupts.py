@@ -12,14 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ..runtime.collectives import any_process, from_main_process
+from ..runtime.messages import logger
 from ..view import TrainerView
-
-logger = get_logger(__name__)
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: not done, worth another start
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import trl
-from accelerate.logging import get_logger
 from filelock import FileLock
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers import TrainerCallback, TrainerState
@@ -32,6 +31,7 @@ from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import from_main_process, raise_on_all
 from ..runtime.determinism import environment
+from ..runtime.messages import logger
 from ..runtime.out_of_memory import device_kind
 from ..settings import most_kept, named
 from ..step.evaluation import PassAtK
@@ -47,8 +47,6 @@ from .optimizer import RunOptimizer
 from .record import differences
 from .state import load_state, restore_callbacks, writing_checkpoint
 from .trail import digests_of
-
-logger = get_logger(__name__)
 
 
 class RunKeeper(TrainerCallback):

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
 from ..rollouts.rounds import ScoredBatch
+from ..runtime.messages import logger
 from .record import COPIED, STEPS, line_of
 from .trail import rollout_line
 
 _PACKAGES = ("grpo_ext", "trl", "transformers", "accelerate", "torch", "peft", "datasets", "safetensors", "tokenizers")
-
-logger = get_logger(__name__)
 
 
 def versions() -> dict[str, str | None]:

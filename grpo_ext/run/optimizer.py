@@ -9,15 +9,13 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 
 from ..errors import ModelError
 from ..runtime.attributes import temporarily_set
+from ..runtime.messages import logger
 from ..view import TrainerView
 from .fingerprint import plain
-
-logger = get_logger(__name__)
 
 # entries of a group that a schedule moves, or that say how a step is computed, not what it is
 _NOT_COMPARED = {"lr", "initial_lr", "params", "param_names", "foreach", "fused", "capturable", "differentiable"}

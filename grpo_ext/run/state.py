@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import recursively_apply
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from transformers import TrainerState
@@ -26,11 +25,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..errors import CheckpointError, ProcessError
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import raise_on_all, without_long_waits
+from ..runtime.messages import logger
 from ..view import TrainerView
 from .checkpoint import publish, rotate, write_listing
 from .fingerprint import FINGERPRINT
-
-logger = get_logger(__name__)
 
 STATE = "grpo_ext_state.pt"
 # what torch.save writes, and a resume reads with `weights_only`

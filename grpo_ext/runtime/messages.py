@@ -8,7 +8,10 @@ import logging
 import sys
 from contextlib import suppress
 
+from accelerate.logging import get_logger
 from tqdm.auto import tqdm
+
+logger = get_logger("grpo_ext")  # on the main process
 
 
 class ConsoleHandler(logging.Handler):
@@ -27,7 +30,7 @@ class ConsoleHandler(logging.Handler):
 
 def show_messages() -> None:
     """Show messages of this package from INFO on; a level or a handler that "grpo_ext" has is left as it is."""
-    package = logging.getLogger("grpo_ext")
+    package = logger.logger
     if package.level == logging.NOTSET:
         package.setLevel(logging.INFO)
     if not package.handlers:

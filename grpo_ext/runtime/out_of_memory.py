@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from ..batching.sizes import ceil_div
 from ..errors import MemoryShortageError, counted
+from .messages import logger
 
-logger = get_logger(__name__)
 T = TypeVar("T")
 
 

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 
 from ..algorithms.advantages import weighted_sum
 from ..algorithms.pass_at_k import are_pass_or_fail, pass_metrics
 from ..config import GRPOConfig
-
-logger = get_logger(__name__)
+from ..runtime.messages import logger
 
 
 class PassAtK:

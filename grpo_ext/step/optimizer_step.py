@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils.memory import clear_device_cache
 
 from ..algorithms.keyed_random import DROPOUT_STREAM, derive_key
@@ -29,6 +28,7 @@ from ..rollouts.batch import RolloutBatch
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import gather_lists, max_over_processes, raise_on_all, uneven_collectives
+from ..runtime.messages import logger
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
 from ..runtime.transfer import to_device
 from ..view import TrainerView
@@ -37,8 +37,6 @@ from .inputs import LossInputs, loss_columns
 from .record import StepRecord
 from .settings import StepSettings, step_settings_of
 from .statistics import MicroBatchStatistics, StepContext, StepMetrics, StepPlan, count_step, loss_mask, set_statistics
-
-logger = get_logger(__name__)
 
 
 @dataclass

@@ -15,16 +15,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
 from ..algorithms.pass_at_k import PASS, first_and_last
 from ..errors import ConfigError
 from ..run.record import STEP, STEPS, Record, differences, read_record, tables_of
+from ..runtime.messages import logger
 from .samples import STRENGTHS, messages_of, reruns_of, rollouts_of, shown
 from .warning_signs import warnings_of
-
-logger = get_logger(__name__)
 
 Series = tuple[list[int], list[float]]  # optimizer steps, values
 HELD_OUT = "held_out_exact_match"  # the demo's own measurement

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import pandas
-from accelerate.logging import get_logger
 from transformers import Trainer
 
 from ..compat import strip_images_from_messages
+from ..runtime.messages import logger
 from ..view import TrainerView
 
-logger = get_logger(__name__)
 _WITH_TABLES = ("wandb", "trackio")  # trackers that TRL sends the table to
 
 

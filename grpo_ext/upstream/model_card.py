@@ -8,13 +8,11 @@ import re
 from pathlib import Path
 
 import jinja2
-from accelerate.logging import get_logger
 from huggingface_hub import ModelCard
 from transformers import ProcessorMixin
 
+from ..runtime.messages import logger
 from ..view import TrainerView
-
-logger = get_logger(__name__)
 
 
 def base_name(name: str | None) -> str:
