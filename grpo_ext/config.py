@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast, get_args
 
+import numpy as np
 import torch
 import trl
 
@@ -284,6 +285,11 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.allow_changed_on_resume, str):  # one name, not its letters
+            self.allow_changed_on_resume = [self.allow_changed_on_resume]
+        for name, value in vars(self).items():
+            if isinstance(value, np.generic):  # sizes and records take Python's numbers
+                setattr(self, name, value.item())
         self.check()
         if self.bitwise_invariant:
             if not torch.cuda.is_initialized():

@@ -141,11 +141,25 @@ class SettingsFile(TrainerCallback):
 
 
 def read_case(text: str) -> dict[str, Any]:
-    """The settings of `loss_type=grpo,beta=0.01`; the values of a list are separated by commas too."""
-    pairs = (part.partition("=") for part in re.split(r",(?=\w+=)", text))
+    """The settings of `loss_type=grpo,beta=0.01`; the values of a list are separated by commas too.
+
+    None, True and False are values, by these names, of the settings that take them.
+    """
+    written = [part.partition("=")[::2] for part in re.split(r",(?=\w+=)", text)]
+    values = dict(written)
+    if len(values) < len(written):
+        raise ConfigError(f"the case {text} names a setting twice; write two cases, or one value.")
+    known = GRPOConfig.__dataclass_fields__
+    none = {name: None for name, value in written if value == "None" and name in known and known[name].default is None}
     # "=" takes -1e-3 for a value, and only one
-    words = ([f"--{name}", *value.split(",")] if "," in value else [f"--{name}={value}"] for name, _, value in pairs)
-    return read_settings([*itertools.chain(*words)], (GRPOConfig,))
+    words = (
+        [f"--{name}", *value.split(",")] if "," in value else [f"--{name}={value}"]
+        for name, value in written
+        if name not in none
+    )
+    read = read_settings([*itertools.chain(*words)], (GRPOConfig,)) | none
+    texts = {"True": True, "False": False}  # of a setting that takes text too
+    return {name: texts[read[name]] if read[name] in ("True", "False") else read[name] for name in values}
 
 
 def rerun(trainer: GRPOTrainer, script: ScriptArguments) -> NoReturn:

@@ -157,7 +157,8 @@ def group_size(settings: Settings) -> int:
     """The completions of a group; a ConfigError for one that has no advantage."""
     generations, teacher = settings["num_generations"], ("teacher_model", "teacher_kl_coef")
     least = 2 if all(settings.get(name) is None for name in teacher) else 1
-    if not isinstance(generations, int) or generations < least:
+    require_whole("num_generations", generations, least=0)
+    if generations < least:
         raise ConfigError(
             f"num_generations={generations!r}: a group needs at least 2 completions to have an advantage; use 2 or "
             "more (8 is TRL's default), or 1 with a teacher (teacher_model or teacher_kl_coef) and no reward function."

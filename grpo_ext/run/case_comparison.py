@@ -28,7 +28,7 @@ class StepResult:
 
 
 def alike(run: Tensors, case: Tensors) -> dict[str, dict[str, float]]:
-    """By group of parameters: the cosine, the case's norm over the run's, and that of the difference."""
+    """By group of parameters, in float64: the cosine, the case's norm over the run's, and that of the difference."""
     norms, figures = dict[str, torch.Tensor](), {}
     for name, group in layer_groups(run).items():
         one, other = run[name].double(), case[name].double()
@@ -38,8 +38,16 @@ def alike(run: Tensors, case: Tensors) -> dict[str, dict[str, float]]:
     for key, values in norms.items():
         one, other, apart = values.tolist()
         cosine = (one**2 + other**2 - apart**2) / (2 * one * other or math.nan)
-        figures[key] = {"cosine": cosine, "ratio": other / (one or math.nan), "difference": apart / (one or 1.0)}
+        difference = apart / one if one else math.inf if apart else 0.0
+        figures[key] = {"cosine": cosine, "ratio": other / (one or math.nan), "difference": difference}
     return figures
+
+
+def _in_words(what: str, figures: Mapping[str, float]) -> str:
+    cosine, ratio = figures["cosine"], figures["ratio"]
+    if math.isnan(cosine) and not math.isnan(figures["difference"]):
+        return f"{what} zero in the {'run' if ratio else 'case'}"
+    return f"{what} cosine {cosine:.4f}, norm x {ratio:.4g}"
 
 
 def case_text(compared: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
@@ -60,8 +68,7 @@ def case_text(compared: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -
     changed = (f"{name} {both(a, b, ' -> ')}" for name, (a, b) in values.items() if str(a) != str(b))
     text = [f"{title}: {', '.join(changed)}"]
     for group in moves["gradient"]:
-        figures = ("{} cosine {cosine:.4f}, norm x {ratio:.4g}".format(what, **of[group]) for what, of in moves.items())
-        text.append(f"  {group}: {'; '.join(figures)}")
+        text.append(f"  {group}: {'; '.join(_in_words(what, of[group]) for what, of in moves.items())}")
     # an override of the loss may have run other rows, which are not recorded
     changes = [[abs(change) for change in line["cases"].get(title, ())] for line in lines]
     total = sum(map(sum, changes))

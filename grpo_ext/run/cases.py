@@ -8,6 +8,7 @@ alone, where two runs would also differ by the steps before. Everything is resto
 import copy
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,10 @@ from .rounding import ROUNDING, relative
 from .trail import origins_of, rewards_of
 
 Case = Mapping[str, Any]  # settings by name
+
+
+def title_of(case: Case) -> str:
+    return ", ".join(f"{name}={value}" for name, value in case.items())
 
 
 def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
@@ -74,8 +79,6 @@ def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
                 raise ConfigError(f"{name}={value!r} cannot be a case of a step: {reason}")
     vars(args).update(case)
     args.check()
-    scale: Any = args.scale_rewards
-    args.scale_rewards = {True: "group", False: "none"}.get(scale, scale)  # as TRL does
     return view.attributes_for(args, case)
 
 
@@ -103,7 +106,7 @@ class Cases:
         of_step = {weight: weight.grad for weight in self.weights.values()}
         run_again = functools.cache(lambda: self._as_it_was(step))
         for case in self.cases:
-            title = ", ".join(f"{name}={value}" for name, value in case.items())
+            title = title_of(case)
             compared: dict[str, Any] = {"case": case, "title": title}
             try:
                 compared |= self._compare(case, title, step, *run_again())
@@ -170,18 +173,15 @@ class Cases:
         """What the optimizer makes of the gradient; weights and optimizer stay as they are."""
         optimizer, of_run = self.view.optimizer, self.view.args
         before = {name: weight.detach().clone() for name, weight in self.weights.items()}
-        state, groups = {**optimizer.state}, [{**group} for group in optimizer.param_groups]
-        optimizer.state.update({weight: copy.deepcopy(values) for weight, values in state.items()})
-        for group in optimizer.param_groups:
-            # the schedule's factor stays
-            group["lr"] = group["lr"] * (args.learning_rate / (of_run.learning_rate or 1.0))
+        factor = args.learning_rate / (of_run.learning_rate or 1.0)  # that of the schedule stays
+        groups = [{**group, "lr": group["lr"] * factor} for group in optimizer.param_groups]
+        for group in groups:
             if group.get("eps") == of_run.adam_epsilon:
                 group["eps"] = args.adam_epsilon
-        optimizer.step()
-        optimizer.state.clear()
-        optimizer.state.update(state)  # `load_state_dict` would round it to the type of the weights
-        for group, values in zip(optimizer.param_groups, groups, strict=True):
-            group.update(values)
+        # `load_state_dict` would round the state to the type of the weights
+        state = defaultdict(dict, {weight: copy.deepcopy(values) for weight, values in optimizer.state.items()})
+        with temporarily_set(optimizer, state=state, param_groups=groups):
+            optimizer.step()
         update = {name: weight.detach() - before[name] for name, weight in self.weights.items()}
         for name, weight in self.weights.items():
             weight.data.copy_(before[name])

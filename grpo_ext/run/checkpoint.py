@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from accelerate.logging import get_logger
 from filelock import FileLock, Timeout
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import CheckpointError, ConfigError
+from ..runtime.messages import logger
 
-logger = get_logger(__name__)
 LISTING = "checkpoint.json"
 LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
 _MARK = "_run.json"
@@ -211,12 +210,16 @@ def link(checkpoint: Path, copy: Path) -> None:
 
 
 def take_along(checkpoint: Path, run: Path, state: TrainerState) -> None:
-    """Let a run resumed from an earlier checkpoint begin with that one, and the best one until then."""
-    if _is_beside(run) and not run.samefile(checkpoint.parent):
-        for step in dict.fromkeys((state.global_step, state.best_global_step)):  # "latest" is the first from now on
-            source = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{step}")
-            if source.is_dir():
-                link(source, run / source.name)
+    """Let a run resumed from an earlier checkpoint begin with that one, and the best one until then.
+
+    A kill between the two leaves the former, so the next start takes the best one from the folder that its state names.
+    """
+    if _is_beside(run):
+        sources = (checkpoint, Path(state.best_model_checkpoint or checkpoint))
+        for source, step in itertools.product(sources, (state.global_step, state.best_global_step)):
+            found = source.with_name(f"{PREFIX_CHECKPOINT_DIR}-{step}")
+            if found.is_dir() and not (run / found.name).exists():
+                link(found, run / found.name)
 
 
 def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> None:

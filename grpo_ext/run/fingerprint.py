@@ -267,7 +267,7 @@ def check_same_run(
     fixed = {name for name in changes if resumes(name) == STATE or name.startswith("optimizer.")}
     if not _SAME_STATE.issuperset(changes.get("optim", ())):
         fixed |= {"optim"}
-    allowed = {allowed} if isinstance(allowed, str) else set(allowed)
+    allowed = set(allowed)
     known = {*_flat(saved), *_flat(current), *(f"model.{part}" for part in {**saved["model"], **current["model"]})}
     known |= {*GRPOConfig.__dataclass_fields__, "optimizer", "lr_scheduler", "stopped_early"}
     for name in sorted(allowed - known):

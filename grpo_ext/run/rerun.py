@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
+from ..batching.sizes import require_whole
 from ..compat import SyncRefModelCallback
 from ..config import GRPOConfig
 from ..errors import ConfigError
@@ -29,12 +29,13 @@ from ..rollouts.join import digest_of
 from ..rollouts.source import Rollouts
 from ..runtime.clock import PhaseClock
 from ..runtime.collectives import from_main_process, gather_lists
+from ..runtime.messages import logger
 from ..settings import NOTED, resumes
 from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
 from .case_comparison import case_text
-from .cases import Case, Cases, attributes_of
+from .cases import Case, Cases, attributes_of, title_of
 from .checkpoint import checkpoints, link, make_first, why_not_resumable
 from .diff import Changes, RunOnDisk, changes, compare_runs, listed, read_run, settings_of
 from .fingerprint import fingerprint_of
@@ -47,8 +48,6 @@ from .trail_comparison import SAME, Comparison
 
 _NEEDED = (DefaultFlowCallback, SyncRefModelCallback, ProgressCallback, PrinterCallback)
 _CANNOT = "cannot be run again"
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool,
         ConfigError: the run has no trail or not this step, is another run, or samples in a way of its own; or a case
             has a setting that decides more than the loss and the update.
     """
-    if not isinstance(step, int):
-        raise ConfigError(f"step={step!r} is not a whole number.")
+    require_whole("step", step)
     if view.rollout_func is not None:
         raise ConfigError(f"a run with a rollout_func {_CANNOT}: what it samples is not known here.")
     if view.use_vllm and (view.args.bf16 or view.args.fp16):
@@ -114,6 +112,8 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool,
         )
     for case in (cases := [*cases]):
         attributes_of(view, case)
+    if twice := [title for title, count in Counter(map(title_of, cases)).items() if count > 1]:
+        raise ConfigError(f"cases: {'; '.join(twice)} is named twice; leave one of them out.")
     begun = from_main_process(view.accelerator, functools.partial(_beginning, view, step, call_rewards))
     with view.assembled_for(begun.arguments(view.args), _callbacks_of(view)) as (rollouts, planner):
         compared = Cases(view, rollouts, planner, cases, begun.run.record.rollouts)

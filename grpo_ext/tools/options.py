@@ -128,10 +128,12 @@ def read_settings(
     parser.add_argument("--config", type=_settings_in, help="YAML file of settings; options override it.")
     for action in parser._actions:
         action.help = _HELP.get(action.dest, action.help)
+    lists = [action.dest for action in parser._actions if action.nargs == "+"]
     names = [spec.name for kind in kinds for spec in fields(kind) if spec.init]
     unset = object()
     try:
         file = parser.parse_known_args(argv)[0].config or {}
+        file |= {name: [file[name]] for name in lists if isinstance(file.get(name), str)}
         # only now, because `--help` lists the defaults
         parser.set_defaults(**{**dict.fromkeys(names, unset), **file})
         namespace, words = parser.parse_known_args(argv)

@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from grpo_ext.demo.task import load_demo
+from grpo_ext.errors import ConfigError
 from grpo_ext.run.checkpoint import checkpoints
 from tests.support import forks
 from tests.support.drop_in import tool_tokenizer
@@ -193,10 +194,19 @@ def test_a_step_runs_again_with_the_settings_of_the_run(launch, own_task, tmp_pa
     [
         ("entropy_coef=-1e-3", {"entropy_coef": -1e-3}),
         ("reward_weights=1,-2,epsilon=0.3", {"reward_weights": [1.0, -2.0], "epsilon": 0.3}),
+        ("trust_region=None,scale_rewards=True", {"trust_region": None, "scale_rewards": True}),
+        ("reward_weights=None,skip_zero_contribution=False", {"reward_weights": None, "skip_zero_contribution": False}),
+        ("advantage_estimator=None,epsilon_high=None", {"advantage_estimator": None, "epsilon_high": None}),
+        ("scale_rewards=none", {"scale_rewards": "none"}),
     ],
 )
 def test_a_case_is_read_as_options_are(recipe, text, case):
     assert recipe.read_case(text) == case
+
+
+def test_a_case_that_names_a_setting_twice_is_refused(recipe):
+    with pytest.raises(ConfigError, match="names a setting twice; write two cases"):
+        recipe.read_case("epsilon=0.1,beta=0.1,epsilon=0.2")
 
 
 @pytest.mark.full  # half a minute: two processes that import the libraries

@@ -132,7 +132,6 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ('if step == 1 and stage == "values"', "if False", "tests/unit/run/test_diff.py -k values_of_the_first_step")
     ],
     "tools/check/comparison.py": [
-        ("return difference / norm if norm else", "return difference if norm else", f"{CHECK} -k error_is"),
         ("if not error <= most:", "if error > 1.0:", f"{CHECK} -k verdicts"),
     ],
     "rollouts/rounds.py": [
@@ -200,12 +199,13 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ("view.having(self.start | attributes)", "view.having(attributes)", f"{CASES} -k adaptive"),
         ("weight.data.copy_(before[name])", "pass", f"{CASES} -k bits"),
         ("relative(step.norm, run.norm, least=0.0)", "0.0", f"{REASONS} -k something_else"),
-        ("optimizer.state.update(state)", "pass", f"{CASES} -k bits"),
+        ("(optimizer, state=state, param", "(optimizer, param", f"{CASES} -k bits"),
         ("(of_run.learning_rate or 1.0)", "1.0", f"{CASES} -k its_optimizer_makes"),
     ],
     "view.py": [("**logs, **attributes", "**attributes", f"{REASONS} -k alone")],
     "run/case_comparison.py": [
         ("- apart**2) / (2 * one", "+ apart**2) / (2 * one", f"{CASES} -k opposite"),
+        ("apart / one if one else", "apart if one else", f"{CHECK} -k error_is"),
     ],
     "step/loss.py": [
         ('cfg.beta != 0.0 and "ref_per_token_logps" not in columns', "False", "tests/trainer/test_hooks.py -k kl_term")

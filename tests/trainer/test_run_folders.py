@@ -12,6 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_ext.errors import CheckpointError
+from grpo_ext.run import checkpoint
 from grpo_ext.run.checkpoint import checkpoints, run_to_resume, why_broken
 from grpo_ext.run.record import STEPS, read_record
 from tests.support.forks import ROOT
@@ -72,6 +73,30 @@ def test_the_best_checkpoint_comes_along_to_the_folder_of_a_run_that_went_back(t
     steps = [1, 2, 3] if limit is None else [1]
     assert [path.name for path in checkpoints(tmp_path / "run-2")] == [f"checkpoint-{n}" for n in steps]
     assert all(why_broken(path) is None for path in checkpoints(tmp_path / "run-2"))
+
+
+def test_a_kill_after_the_first_of_both_checkpoints_leaves_the_best_to_the_next_start(tmp_path, monkeypatch):
+    def build(**settings: Any) -> Any:
+        callbacks, data = [Falling()], prompts(4, seed=1)
+        return make(tmp_path / "run", **EVALUATED, **settings, callbacks=callbacks, eval_dataset=data)
+
+    best, link = parameters(ran(build())), checkpoint.link
+
+    def link_once(source: Path, copy: Path) -> None:
+        link(source, copy)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "link", link_once)
+    with pytest.raises(KeyboardInterrupt):
+        build().train(f"{tmp_path}/run/checkpoint-2")
+    monkeypatch.setattr(checkpoint, "link", link)
+    assert [path.name for path in checkpoints(tmp_path / "run-2")] == ["checkpoint-2"]
+    back = build()
+    back.train("latest")
+    assert back.args.output_dir == f"{tmp_path}/run-2"
+    assert back.state.best_model_checkpoint == f"{tmp_path}/run-2/checkpoint-1"
+    assert torch.equal(parameters(back), best)
+    assert [path.name for path in checkpoints(tmp_path / "run-2")] == [f"checkpoint-{n}" for n in (1, 2, 3, 4)]
 
 
 def test_weights_that_sampled_ahead_are_those_of_the_same_parameters(tmp_path, caplog):

@@ -88,6 +88,18 @@ def test_values_that_work_in_trl_are_taken(tmp_path):
         GRPOConfig(**usual, entropy_coef=None)
 
 
+@pytest.mark.parametrize("name", ["num_generations", "rollout_batch_size", "max_completion_length"])
+def test_whole_numbers_of_numpy_are_taken_and_others_are_said_to_be_none(tmp_path, name):
+    config = GRPOConfig(str(tmp_path), **{"rollout_batch_size": 16, name: np.int64(16)})
+    assert type(getattr(config, name)) is int
+    with pytest.raises(ConfigError, match=rf"{name}=16.0 must be a whole number"):
+        GRPOConfig(str(tmp_path), **{name: 16.0})
+
+
+def test_one_name_that_may_change_is_not_a_list_of_letters(tmp_path):
+    assert GRPOConfig(str(tmp_path), allow_changed_on_resume="data").allow_changed_on_resume == ["data"]
+
+
 def test_a_check_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv(CUBLAS, raising=False)
     config = GRPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False)

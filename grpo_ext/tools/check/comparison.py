@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import LaunchError
+from ...run.case_comparison import ALL, alike
 from ...run.diff import compare_runs, read_run
 from ...run.record import Record, finite
 from ...run.rounding import ROUNDING, SAME_GRADIENT, SAME_LOG, SAME_UPDATE, relative
@@ -100,12 +101,8 @@ class CheckReport:
 
 
 def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """`norm(dA - dB) / norm(dA)` over all parameters, in float64; 0 if neither moved, infinity if only B did."""
-    if reference.keys() != other.keys():
-        return math.inf
-    difference = math.hypot(*(float((other[n].double() - d.double()).norm()) for n, d in reference.items()))
-    norm = math.hypot(*(float(d.double().norm()) for d in reference.values()))
-    return difference / norm if norm else math.inf if difference else 0.0
+    """`norm(dA - dB) / norm(dA)` over all parameters; 0 if neither moved, infinity if only B did."""
+    return alike(reference, other)[ALL]["difference"] if reference.keys() == other.keys() else math.inf
 
 
 def compare(

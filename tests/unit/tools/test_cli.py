@@ -199,6 +199,12 @@ def test_settings_keep_their_types_and_options_override_the_file(tmp_path, monke
     assert read_settings([]) == {}
 
 
+def test_one_text_in_a_file_is_a_list_of_one(tmp_path):
+    (tmp_path / "run.yaml").write_text("rewards: exact_number\nallow_changed_on_resume: data\nrun_name: one\n")
+    given = read_settings(["--config", str(tmp_path / "run.yaml")])
+    assert given == {"rewards": ["exact_number"], "allow_changed_on_resume": ["data"], "run_name": "one"}
+
+
 @pytest.fixture
 def invoke(tmp_path):
     """Runs a command with a file of settings and options."""
