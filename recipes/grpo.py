@@ -146,8 +146,7 @@ def read_case(text: str) -> dict[str, Any]:
     None, True and False are values, by these names, of the settings that take them.
     """
     written = [part.partition("=")[::2] for part in re.split(r",(?=\w+=)", text)]
-    values = dict(written)
-    if len(values) < len(written):
+    if len(dict(written)) < len(written):
         raise ConfigError(f"the case {text} names a setting twice; write two cases, or one value.")
     known = GRPOConfig.__dataclass_fields__
     none = {name: None for name, value in written if value == "None" and name in known and known[name].default is None}
@@ -158,8 +157,8 @@ def read_case(text: str) -> dict[str, Any]:
         if name not in none
     )
     read = read_settings([*itertools.chain(*words)], (GRPOConfig,)) | none
-    texts = {"True": True, "False": False}  # of a setting that takes text too
-    return {name: texts[read[name]] if read[name] in ("True", "False") else read[name] for name in values}
+    # what is text by now is of a setting that takes text too
+    return {name: value == "True" if value in ("True", "False") else value for name, value in read.items()}
 
 
 def rerun(trainer: GRPOTrainer, script: ScriptArguments) -> NoReturn:

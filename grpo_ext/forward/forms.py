@@ -23,7 +23,7 @@ from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token, layer_kinds
 from .attention import LAYOUT, PACKED, SUPPORTED, PackRefused, joint_parts_by_window, packed_attention, plain_attention
 from .columns import ATTENDED, DROPOUT, EXPERTS, KEPT_COUNTS, KEPT_IDS
-from .images import TOKEN_TYPES
+from .images import TOKEN_TYPES, Prepared
 from .lm_head import PREFIX, TARGETS, LogProbs, RouterOutput, Targets
 from .prefix_cache import Continuation, cached_under_checkpointing, unknown_layers, why_own_cache
 from .rope import rope_of_pack
@@ -34,8 +34,9 @@ from .shared_prefix import Part
 from .token_slice import TokenSlice
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-# arguments of a model, `Targets.predictor_S`, `FormBatch.counts_BL` and `FormBatch.source_N`, on the CPU
-_Layout = tuple[dict[str, Any], torch.Tensor, torch.Tensor, torch.Tensor]
+_Inputs = dict[str, Any]  # arguments of a model
+# these, `Targets.predictor_S`, `FormBatch.counts_BL` and `FormBatch.source_N`, on the CPU
+_Layout = tuple[_Inputs, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def why_not_packed(policy: Any) -> str | None:
@@ -74,7 +75,7 @@ def why_no_prefix(policy: Any, reentrant: bool = False) -> str | None:
 @dataclass(frozen=True)
 class FormBatch:
     form: Form
-    inputs: dict[str, Any]
+    inputs: _Inputs
     targets: Targets  # positions refer to the flattened batch: in the prefix form the prompts', then the completions'
     counts_BL: torch.Tensor  # how often the padded batch would have computed each token
     # on the CPU: the place of each token of the flattened batch among the tokens of all rows; -1 for padding, but a
@@ -182,7 +183,7 @@ def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     runs = group_runs(rows.same_prompt)
     pack = build_pack(rows.prompts_B, rows.completions_B, runs, with_router, multiple, rows.group_lengths_B)
     ids = rows.ids_N[pack.source_N].unsqueeze(0)
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), LAYOUT: pack.layout}
+    inputs: _Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), LAYOUT: pack.layout}
     inputs["position_ids"] = pack.positions_N.unsqueeze(0)
     return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0), pack.source_N
 
@@ -209,7 +210,7 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int, left
     attended = mask[:, : prompt + columns]
     places = rows.image_inputs(range(len(rows)), ids, pixels=False)
     position = positions_of(policy, ids, mask, places)
-    inputs: dict[str, Any] = {"input_ids": ids[first_G, :prompt], "attention_mask": mask[first_G, :prompt]}
+    inputs: _Inputs = {"input_ids": ids[first_G, :prompt], "attention_mask": mask[first_G, :prompt]}
     images = rows.image_inputs(firsts, inputs["input_ids"])
     inputs |= images
     if position is not None:
@@ -238,7 +239,7 @@ def _padded(policy: Any, rows: TokenRows, multiple: int, left: int) -> _Layout:
     images = rows.image_inputs(range(len(rows)), ids)
     attended_N = rows.of(ATTENDED)
     attended = mask if attended_N is None else mask.masked_scatter(mask.bool(), attended_N.to(mask.dtype))
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": attended, **images}
+    inputs: _Inputs = {"input_ids": ids, "attention_mask": attended, **images}
     if (positions := positions_of(policy, ids, mask, images)) is not None:
         inputs["position_ids"] = positions
     targets = torch.zeros_like(attended, dtype=torch.bool)
@@ -254,9 +255,7 @@ def accepts_positions(model: Any) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
-def positions_of(
-    model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, images: dict[str, torch.Tensor]
-) -> torch.Tensor | None:
+def positions_of(model: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, images: Prepared) -> torch.Tensor | None:
     """Count real tokens only: (B, L), or (3, B, L) where images have rows and columns; pixels are optional."""
     if not accepts_positions(model):
         return None

@@ -92,7 +92,7 @@ class PromptProcessor:
         prepared = self.processor(text=["."], return_tensors="pt")
         return [name for name in TOKEN_TYPES if name in prepared]
 
-    def types_of(self, ids_BL: torch.Tensor) -> dict[str, torch.Tensor]:
+    def types_of(self, ids_BL: torch.Tensor) -> Prepared:
         """Types where the model takes them: 1 for an image's token, else 0."""
         return dict.fromkeys(self._type_names, (ids_BL == self.image_token).long())
 
@@ -117,7 +117,7 @@ class RowImages:
 
     def inputs(
         self, chosen: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True, masked: bool = False
-    ) -> dict[str, torch.Tensor]:
+    ) -> Prepared:
         """The model's arguments for a batch of the `chosen` rows; without `pixels`, those that say where images are.
 
         `masked`: `ids_BL` may have completions that are masked out, whose tools showed further images.

@@ -5,10 +5,11 @@ move, because results do not. Runs before training (forward.runner), on rows mad
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
+Buffers = dict[str, torch.Tensor]  # by name
 _ROUNDING = 1e-6  # of the largest number of a result, beside ten times what two runs from the same buffers differ
 
 
@@ -24,7 +25,7 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
         return []  # frequencies, caches
     parameters = [p for p in model.parameters() if p.requires_grad and with_gradients]
 
-    def use(buffers: Mapping[str, torch.Tensor]) -> None:
+    def use(buffers: Buffers) -> None:
         for name, buffer in buffers.items():
             owners[name]._buffers[name.rpartition(".")[2]] = buffer
 
@@ -36,7 +37,7 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
             parts = torch.autograd.grad(logps.sum(), parameters, materialize_grads=True) if parameters else ()
         return [logps.detach(), torch.tensor([0.0, *(float(part.norm()) for part in parts)])]
 
-    def results(buffers: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def results(buffers: Buffers) -> list[torch.Tensor]:
         use(copy.deepcopy(buffers))  # modules that share a buffer share its copy
         model.eval()
         return [log_probs(), *trained()]
@@ -50,7 +51,7 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
     return moved if differs else []
 
 
-def _buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _buffers(model: torch.nn.Module) -> Buffers:
     return dict(model.named_buffers(remove_duplicate=False))
 
 

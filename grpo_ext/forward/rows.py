@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..algorithms.keyed_random import token_keys
 from ..batching.sizes import ceil_div
 from .columns import ATTENDED, COLUMNS, DROPOUT, Rows
-from .images import RowImages
+from .images import Prepared, RowImages
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class TokenRows:
             None if self.group_lengths_B is None else self.group_lengths_B[first:last],
         )
 
-    def image_inputs(self, rows: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> dict[str, torch.Tensor]:
+    def image_inputs(self, rows: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> Prepared:
         return {} if self.images is None else self.images.inputs(rows, ids_BL, pixels)
 
     def targets(self) -> torch.Tensor:

@@ -28,7 +28,7 @@ from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
 from .architecture import base_model_of
 from .choice import ForwardChoice
-from .columns import ATTENDED
+from .columns import ATTENDED, TrlBatch
 from .draws import drawing_modules, drawn_in, generator_states
 from .dropout import is_keyed, keyed_dropout
 from .forms import in_form, run_rows
@@ -203,7 +203,7 @@ class ForwardRunner:
         return logps_S[mine], torch.cat(experts).split(tokens)[mine] if experts else None
 
     def micro_batch_log_probs(
-        self, model: Any, rows: TokenRows, with_router: bool, given: Mapping[str, Any], alone: bool = False
+        self, model: Any, rows: TokenRows, with_router: bool, given: TrlBatch, alone: bool = False
     ) -> LogProbs:
         """Log-probabilities of rows, 0 where attention does not see the token.
 
@@ -298,7 +298,7 @@ class ForwardRunner:
         width: int,
         images: RowImages | None,
         limits: ForwardLimits | None,
-        given: Mapping[str, Any],
+        given: TrlBatch,
         **options: Any,
     ) -> TrlLogProbs:
         """What a user's override returns for padded ids and mask; `given` are the images of TRL's dictionary.
@@ -333,7 +333,7 @@ class ForwardRunner:
         return logps_BT, rows.in_columns(entropies_S, width) if with_entropy else None, aux_loss
 
 
-def padded_ids_and_mask(inputs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_ids_and_mask(inputs: TrlBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and attention mask (B, L) of prompts and completions, from TRL's dictionary."""
     ids, mask = (torch.cat([inputs[f"prompt_{n}"], inputs[f"completion_{n}"]], dim=1) for n in ("ids", "mask"))
     return ids, mask

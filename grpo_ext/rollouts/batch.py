@@ -34,6 +34,7 @@ from ..forward.columns import (
     TOOL_MASK,
     Column,
     Rows,
+    TrlBatch,
 )
 from ..forward.images import RowImages, joined
 from ..forward.rows import TokenRows
@@ -172,13 +173,13 @@ class RolloutBatch:
         rows = TokenRows(torch.cat(ids).long(), prompts.lengths, completions.lengths, same, images, columns)
         return rows.having(ATTENDED, self.attended)
 
-    def as_trl(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
+    def as_trl(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> TrlBatch:
         """TRL's dictionary: padded, prompts on the left and completions on the right."""
         multiple = pad_to_multiple_of if self.widths is None else None
         prompt, completion = self.widths or (1, 1)
         masks = {PROMPT_MASK: PROMPT_IDS, COMPLETION_MASK: COMPLETION_IDS}
         ones = {mask: replace(self[ids], values=torch.ones_like(self[ids].values)) for mask, ids in masks.items()}
-        batch: dict[str, Any] = dict(self.constants)
+        batch: TrlBatch = dict(self.constants)
         for name, column in {**ones, **self.columns}.items():
             kind = COLUMNS.get(name, _OWN)
             if not kind.trl:
@@ -246,7 +247,7 @@ def _concatenated(name: str, parts: Sequence[Any]) -> Values:
 _REQUIRED = (PROMPT_IDS, PROMPT_MASK, COMPLETION_IDS, COMPLETION_MASK, ADVANTAGES)
 
 
-def gather_scored(scored: Mapping[str, Any], num_rows: int, num_generations: int) -> RolloutBatch:
+def gather_scored(scored: TrlBatch, num_rows: int, num_generations: int) -> RolloutBatch:
     """Gather the dictionaries that a user's `_generate_and_score_completions` returned on all processes; one exchange.
 
     Columns keep their padding, and fields that TRL does not know are kept. Images are left out, because every forward
@@ -254,7 +255,7 @@ def gather_scored(scored: Mapping[str, Any], num_rows: int, num_generations: int
     """
     images = images_among(scored)
     entries = {name: _on_cpu(value) for name, value in scored.items() if name not in images}
-    shares: list[tuple[int, dict[str, Any]]] = gather_lists([(num_rows, entries)])
+    shares: list[tuple[int, TrlBatch]] = gather_lists([(num_rows, entries)])
     shares = [share for share in shares if share[0]]
     for rows, share in shares:
         if taken := sorted(name for name in share if not COLUMNS.get(name, _OWN).trl):

@@ -6,7 +6,6 @@ on rewards and the data, never on the split. Called by `Rollouts`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from ..algorithms.advantages import fill_places
 from ..batching.prompt_order import StepDataset, StepRows
 from ..config import GRPOConfig
 from ..errors import ConfigError, RolloutError, counted
-from ..forward.columns import ADVANTAGES, ROW_IMAGES
+from ..forward.columns import ADVANTAGES, ROW_IMAGES, TrlBatch
 from ..runtime.messages import logger
 from ..sampling.equal_shares import refuse_unequal_shares
 from .batch import RolloutBatch, gather_scored
@@ -72,7 +71,7 @@ def fill_groups(
 
 
 def round_by_user(
-    scored: Mapping[str, Any],
+    scored: TrlBatch,
     rows: StepRows,
     made: Sequence[Round],
     settings: RolloutSettings,

@@ -16,7 +16,7 @@ from ..algorithms.keyed_random import mix
 from ..batching.prompt_order import FIRST_ADDED, RolloutRequest, StepRows, request_keys
 from ..batching.sizes import StepLayout, ceil_div
 from ..errors import ConfigError
-from ..forward.columns import ADVANTAGES, COMPLETION_MASK, KEPT_COUNTS, KEPT_IDS, RATIO, ROW, TOOL_MASK
+from ..forward.columns import ADVANTAGES, COMPLETION_MASK, KEPT_COUNTS, KEPT_IDS, RATIO, ROW, TOOL_MASK, TrlBatch
 from ..rewards.guard import columns_of, metrics_of
 from ..runtime.collectives import gather_lists
 from ..sampling.by_user import TurnRows
@@ -36,7 +36,7 @@ class TrlMethods:
     def __post_init__(self) -> None:
         self.view, self.worker = self.rollouts.view, self.rollouts.worker
 
-    def score(self, inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def score(self, inputs: Sequence[dict[str, Any]]) -> TrlBatch:
         """`_generate_and_score_completions`: TRL's padded dictionary of any rows of this process."""
         rollouts, settings, scoring = self.rollouts, self.rollouts.settings_now(), self.rollouts.scoring
         rows, columns = list(inputs), _columns_of(inputs)
@@ -119,7 +119,7 @@ class TrlMethods:
         logps = [row.logps for row in sampled]
         return [row.ids for row in sampled], None if any(values is None for values in logps) else logps
 
-    def _dictionary(self, local: LocalRollout, joined: Round) -> dict[str, Any]:
+    def _dictionary(self, local: LocalRollout, joined: Round) -> TrlBatch:
         """TRL's padded dictionary of this process's rows; its stand-ins have advantages of zero."""
         transcripts, settings = local.transcripts, self.worker.settings
         advantages = joined.advantages_B[joined.local_rows.start : joined.local_rows.stop]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..algorithms.digests import layer_groups
+from .record import Line
 from .trail_comparison import both
 
 Tensors = Mapping[str, torch.Tensor]  # by parameter
@@ -50,7 +51,7 @@ def _in_words(what: str, figures: Mapping[str, float]) -> str:
     return f"{what} cosine {cosine:.4f}, norm x {ratio:.4g}"
 
 
-def case_text(compared: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
+def case_text(compared: Line, lines: Sequence[Line]) -> str:
     """A comparison in words; `lines` are what is recorded of the completions.
 
     A gradient is the sum over tokens of coefficients times gradients of log-probabilities, which the cases share.

@@ -33,7 +33,7 @@ from ..forward.architecture import base_model_of
 from ..settings import NOTED, STATE, compared_by_value, resumes
 from ..view import TrainerView
 from .checkpoint import explaining_format
-from .record import differences
+from .record import Identity, differences
 
 FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
@@ -51,7 +51,7 @@ _FOLLOW = {"max_new_tokens", "max_length", "do_sample", "_from_model_config", "o
 _SAME_STATE = {"adamw_torch", "adamw_torch_fused"}  # optimizers that can load each other's state
 
 
-def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> dict[str, Any]:
+def fingerprint_of(view: TrainerView, geometry: BatchGeometry) -> Identity:
     accelerator = view.accelerator
     others = {"reference": view.ref_model, "teacher": view.teacher_model}
     fixed = {name: accelerator.unwrap_model(model) for name, model in others.items() if model is not None}
@@ -78,7 +78,7 @@ def plain(value: Any, without: Collection[str] = ()) -> Any:
     return json.loads(re.sub(" at 0x[0-9a-f]+", "", text))  # the address of an object is another in every process
 
 
-def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
+def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> Identity:
     """The settings that a resume compares (the table of settings), and those of a user's own."""
     names = [f.name for f in dataclasses.fields(args) if compared_by_value(f.name, args.bitwise_invariant)]
     values = {name: plain(getattr(args, name)) for name in names if hasattr(args, name)}
@@ -88,7 +88,7 @@ def settings_of(args: GRPOConfig, geometry: BatchGeometry) -> dict[str, Any]:
     return dict(sorted({**values, **sizes}.items()))
 
 
-def data_fingerprint(dataset: Any) -> dict[str, Any] | None:
+def data_fingerprint(dataset: Any) -> Identity | None:
     """Length, columns, and a hash of each column of evenly spread rows; None for a stream.
 
     Image files count by name.
@@ -146,7 +146,7 @@ def _sample_hash(parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
-def model_fingerprint(model: torch.nn.Module, others: Mapping[str, torch.nn.Module], whole: bool) -> dict[str, Any]:
+def model_fingerprint(model: torch.nn.Module, others: Mapping[str, torch.nn.Module], whole: bool) -> Identity:
     """Class, configuration, adapters, and hashes of the weights.
 
     "sha256" covers names, shapes and types of all weights, "frozen" the values of those that checkpoints do not hold,
@@ -178,7 +178,7 @@ def model_fingerprint(model: torch.nn.Module, others: Mapping[str, torch.nn.Modu
     }
 
 
-def tools_fingerprint(tools: Iterable[Any]) -> dict[str, Any]:
+def tools_fingerprint(tools: Iterable[Any]) -> Identity:
     """The schema of every tool by name (`Environment.name`), and their order in a chat template."""
     owners = {tool: getattr(tool, "__self__", None) for tool in tools}
     names = {tool: f"{type(owner).__name__}." * (owner is not None) + tool.__name__ for tool, owner in owners.items()}
@@ -197,7 +197,7 @@ def code_of(functions: Iterable[Any]) -> dict[str, str]:
     return codes
 
 
-def generation_fingerprint(view: TrainerView) -> dict[str, Any]:
+def generation_fingerprint(view: TrainerView) -> Identity:
     """What `generate` is set to by the trainer's and the model's configuration, and no setting of the run says."""
     configs = getattr(view.policy, "generation_config", None), view.generation_config
     values = {n: v for config in configs if config is not None for n, v in config.to_diff_dict().items()}
@@ -232,14 +232,14 @@ def state_hashes(model: torch.nn.Module, optimizer: Any) -> dict[str, str]:
     return hashes
 
 
-def changed(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed(saved: Identity, current: Identity) -> dict[str, tuple[Any, Any]]:
     """The differences as `name: (saved, current)`; not those of names that only one has, or that an engine shards."""
     old, new = _flat(saved), _flat(current)
     both = [name for name in old if name in new and resumes(name) != NOTED]
     return {name: (old[name], new[name]) for name in both if old[name] != new[name]}
 
 
-def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
+def _flat(fingerprint: Identity) -> Identity:
     whole = {"data": fingerprint.get("data"), "model": fingerprint["model"]}
     parts = {f"{name}.{part}": value for name in whole for part, value in (whole[name] or {}).items()}
     known = {name: value for name, value in parts.items() if value is not None}
@@ -248,14 +248,14 @@ def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
     return {**fingerprint["settings"], **fingerprint, **known, "model": None, "settings": None, **stream}
 
 
-def saved_identity(folder: str | Path) -> dict[str, Any]:
+def saved_identity(folder: str | Path) -> Identity:
     """The fingerprint of the run that wrote a checkpoint; an empty one where another trainer did."""
     path = Path(folder) / FINGERPRINT
     return dict(json.loads(path.read_text())) if path.is_file() else {"model": {}, "settings": {}}
 
 
 def check_same_run(
-    folder: str, saved: dict[str, Any], current: dict[str, Any], allowed: Collection[str]
+    folder: str, saved: Identity, current: Identity, allowed: Collection[str]
 ) -> dict[str, tuple[Any, Any]]:
     """The differences of a checkpoint's run from this one; a CheckpointError for one that is not allowed.
 

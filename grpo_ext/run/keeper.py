@@ -44,7 +44,7 @@ from .fingerprint import check_same_run, fingerprint_of, saved_identity
 from .interrupts import InterruptWatch, interruption
 from .log import RunLog
 from .optimizer import RunOptimizer
-from .record import differences
+from .record import Identity, differences
 from .state import load_state, restore_callbacks, writing_checkpoint
 from .trail import digests_of
 
@@ -90,7 +90,7 @@ class RunKeeper(TrainerCallback):
         self._lock: FileLock | None = None  # on the run's folder, on the main process
 
     @functools.cached_property
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Identity:
         return fingerprint_of(self.view, self.geometry)
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 
 from ..rollouts.rounds import ScoredBatch
 from ..runtime.messages import logger
-from .record import COPIED, STEPS, line_of
+from .record import COPIED, STEPS, Line, line_of
 from .trail import rollout_line
 
 _PACKAGES = ("grpo_ext", "trl", "transformers", "accelerate", "torch", "peft", "datasets", "safetensors", "tokenizers")
@@ -39,7 +39,7 @@ class LineFile:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
 
-    def append(self, line: Mapping[str, Any]) -> None:
+    def append(self, line: Line) -> None:
         if self.path is None:
             return
         with self.failing(), open(self.path, "ab") as file:
@@ -61,7 +61,7 @@ class RunLog(LineFile):
     _trail = False
     _start = 0.0
 
-    def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Mapping[str, Any]) -> None:
+    def begin(self, folder: str | Path, checkpoint: str | None, step: int, about: Line) -> None:
         """Note the start of a training call; rollouts and steps are noted too, unless `about` says trail=False.
 
         A last line that a kill has cut is removed; a resume in another folder takes the earlier lines along.
@@ -101,7 +101,7 @@ class RunLog(LineFile):
         others = {name: value for name, value in values.items() if name != "epoch"}
         self.append({"line": "log", "step": step, **about, "values": others})
 
-    def end(self, step: int, about: Mapping[str, Any]) -> None:
+    def end(self, step: int, about: Line) -> None:
         self.append({"line": "end", "step": step, "finished": _now(), **about})
         self.path = None
 

@@ -16,6 +16,7 @@ from ..runtime.attributes import temporarily_set
 from ..runtime.messages import logger
 from ..view import TrainerView
 from .fingerprint import plain
+from .record import Identity
 
 # entries of a group that a schedule moves, or that say how a step is computed, not what it is
 _NOT_COMPARED = {"lr", "initial_lr", "params", "param_names", "foreach", "fused", "capturable", "differentiable"}
@@ -44,10 +45,10 @@ def check_weights(optimizer: Any, model: torch.nn.Module) -> None:
         )
 
 
-def _described(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
+def _described(optimizer: Any, model: torch.nn.Module) -> Identity:
     """The class of an optimizer, and of each group the names of its weights, in order, and its values at the start."""
     names, groups = {id(p): name for name, p in model.named_parameters()}, getattr(optimizer, "param_groups", [])
-    described: dict[str, Any] = {"optimizer.class": type(optimizer).__qualname__, "optimizer.groups": len(groups)}
+    described: Identity = {"optimizer.class": type(optimizer).__qualname__, "optimizer.groups": len(groups)}
     for number, group in enumerate(groups):
         weights = [names.get(id(weight), "a weight of a different model") for weight in group["params"]]
         digest = hashlib.sha256("\n".join(weights).encode()).hexdigest()[:8]
@@ -61,9 +62,9 @@ def _described(optimizer: Any, model: torch.nn.Module) -> dict[str, Any]:
 class RunOptimizer:
     def __init__(self, view: TrainerView) -> None:
         self.view = view
-        self._described: dict[str, Any] = {}
+        self._described: Identity = {}
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         """What is compared on resume, of the optimizer and the schedule that there are by now."""
         optimizer, schedule = self.view.optimizer, self.view.lr_scheduler
         # described before its first step, and before an engine replaces its weights

@@ -24,16 +24,19 @@ _EARLIER = "log.jsonl"
 _TRAIL = re.compile(rb'\{"line": "(rollout|step)"')
 _CHECKSUM = b', "crc32": "'  # of what stands before it
 
+Line = dict[str, Any]  # of a record
+Identity = dict[str, Any]  # what a run is: settings, data, model; of a start or a checkpoint
+
 
 @dataclass
 class Record:
     """A record without superseded lines; steps are counted from 1. A start's "step" is the one it resumes after."""
 
-    starts: list[dict[str, Any]] = field(default_factory=list)  # oldest first; with "ended" where the call has ended
+    starts: list[Line] = field(default_factory=list)  # oldest first; with "ended" where the call has ended
     # logs: step, epoch, time, values, and as "begin" the step of their start
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the first step that trains on it
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)  # 0: the weights at the start
+    entries: list[Line] = field(default_factory=list)
+    rollouts: dict[int, Line] = field(default_factory=dict)  # by the first step that trains on it
+    steps: dict[int, Line] = field(default_factory=dict)  # 0: the weights at the start
     seconds: float = 0.0  # spent in training calls, superseded steps included
 
     @property
@@ -49,7 +52,7 @@ class Record:
         """Steps, and 0 for the start, after which digests of the weights are known."""
         return sorted(step for step, line in self.steps.items() if "weights" in line)
 
-    def start_of(self, step: int) -> dict[str, Any]:
+    def start_of(self, step: int) -> Line:
         """The start of the training call that made a step."""
         return next((start for start in reversed(self.starts) if start["step"] < step), self.starts[0])
 
@@ -95,7 +98,7 @@ def read_record(folder: str | Path, trail: bool = True) -> Record:
     return record
 
 
-def lines_of(path: Path, without: re.Pattern[bytes] | None = None) -> Iterator[dict[str, Any]]:
+def lines_of(path: Path, without: re.Pattern[bytes] | None = None) -> Iterator[Line]:
     """The lines of a file that `line_of` has made, but for those that begin with a pattern, which are not read.
 
     Raises:

@@ -29,6 +29,7 @@ from ..runtime.messages import logger
 from ..view import TrainerView
 from .checkpoint import publish, rotate, write_listing
 from .fingerprint import FINGERPRINT
+from .record import Identity
 
 STATE = "grpo_ext_state.pt"
 # what torch.save writes, and a resume reads with `weights_only`
@@ -89,7 +90,7 @@ def _failing_together(explain: Callable[[str], str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_checkpoint(
-    view: TrainerView, folder: Path, final: Path, components: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]
+    view: TrainerView, folder: Path, final: Path, components: Mapping[str, Any] | None, fingerprint: Identity
 ) -> Iterator[None]:
     """The Trainer writes to `folder` inside; afterwards `final` is complete or absent. `components`: their states."""
     run, saves, state, written = final.parent, view.args.should_save, view.state, folder / final.name
@@ -138,9 +139,7 @@ def _read_back(folder: Path) -> None:
             ) from error
 
 
-def _complete(
-    view: TrainerView, folder: Path, components: Mapping[str, Any] | None, fingerprint: Mapping[str, Any]
-) -> None:
+def _complete(view: TrainerView, folder: Path, components: Mapping[str, Any] | None, fingerprint: Identity) -> None:
     if components is not None:
         save_state(folder, components)
     _read_back(folder)

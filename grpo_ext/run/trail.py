@@ -15,11 +15,12 @@ from ..forward.tiled_log_probs import gathered
 from ..rollouts.join import Round
 from ..rollouts.rounds import ScoredBatch
 from ..runtime.collectives import full_tensor
+from .record import Line
 
 MOST_ENTRIES = 1024  # of a rollout batch's completions; in a larger one an entry stands for several
 
 
-def rollout_line(scored: ScoredBatch) -> dict[str, Any]:
+def rollout_line(scored: ScoredBatch) -> Line:
     return {
         "rounds": [_round(part, scored.settings.functions.names) for part in scored.rounds],
         "chosen": None if scored.chosen is None else blocks(scored.chosen),
@@ -50,7 +51,7 @@ def _advantage(row: torch.Tensor) -> float:
     return math.fsum((row.double().cpu() * factors).tolist())  # the same on every machine; padding adds nothing
 
 
-def _round(part: Round, functions: Sequence[str]) -> dict[str, Any]:
+def _round(part: Round, functions: Sequence[str]) -> Line:
     batch = part.batch
     # a user's override may return rows with padding, which depends on the layout
     prompts = [digest(row) for row in batch.prompts]
@@ -85,13 +86,13 @@ def rewards_of(rows: Iterable[Any]) -> torch.Tensor:
     return torch.tensor([[math.nan if value is None else value for value in row] for row in rows])
 
 
-def origins_of(rollouts: Mapping[int, dict[str, Any]], step: int, size: int) -> tuple[slice, list[dict[str, Any]]]:
+def origins_of(rollouts: Mapping[int, Line], step: int, size: int) -> tuple[slice, list[Line]]:
     """The prompt's row, the generation and the rewards of each completion of a rollout batch, and which a step trains.
 
     Empty where the trail sums up. `rollouts` are those of a record, `size` completions are in a step.
     """
     first = max((number for number in rollouts if number <= step), default=0)
-    made, line = list[dict[str, Any]](), rollouts.get(first, {"rounds": (), "chosen": None})
+    made, line = list[Line](), rollouts.get(first, {"rounds": (), "chosen": None})
     for part in line["rounds"]:
         if part["count"] != len(part["completions"]):
             return slice(0), []

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from ..errors import counted
-from .record import Record, finite
+from .record import Line, Record, finite
 from .rounding import ADAM_STEP, LEAST, ROUNDING, is_number, relative
 
 Verdict = Literal["same bits", "rounding", "few tokens", "different"]
@@ -127,9 +127,7 @@ def _lacks(name: str, trail: Record) -> Iterator[str]:
         yield f"{name} has no trail after step {steps[-1]} (trail=False), so only earlier steps were compared."
 
 
-def _of_step(
-    step: int, a: Record, b: Record, start: dict[str, Any], sized: list[int], still: bool
-) -> Iterator[Difference]:
+def _of_step(step: int, a: Record, b: Record, start: Line, sized: list[int], still: bool) -> Iterator[Difference]:
     """The differences of a step, in the order of its stages."""
     one, other = a.rollouts.get(step), b.rollouts.get(step)
     if one is not None and other is not None:
@@ -141,7 +139,7 @@ def _of_step(
         yield from _of_weights(step, a, b, start, sized, still)
 
 
-def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
+def _of_rollout(step: int, a: Line, b: Line) -> Iterator[Difference]:
     for one, other in zip(a["rounds"], b["rounds"], strict=False):
         for kind in ("rows", "prompts"):
             if changed := _unequal(one[kind], other[kind]):
@@ -170,7 +168,7 @@ def _of_rollout(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Dif
         yield _listed(step, "advantages", f"{both(*changed[place])} for {where}", changed, a["advantages"])
 
 
-def _prompt(a: dict[str, Any], b: dict[str, Any], entry: int) -> str:
+def _prompt(a: Line, b: Line, entry: int) -> str:
     rows = [part["rows"][entry] if entry < len(part["rows"]) else None for part in (a, b)]
     if any(isinstance(row, str) for row in rows):  # entries that stand for several prompts
         return f"one of the prompts of entry {entry} is another"
@@ -180,7 +178,7 @@ def _prompt(a: dict[str, Any], b: dict[str, Any], entry: int) -> str:
     return f"{place} has other tokens"
 
 
-def _place(part: dict[str, Any], entry: int) -> str:
+def _place(part: Line, entry: int) -> str:
     """The prompt row and the generation of an entry; a range of completions where an entry stands for several."""
     size = math.ceil(part["count"] / max(len(part["completions"]), 1))
     if size > 1:
@@ -190,7 +188,7 @@ def _place(part: dict[str, Any], entry: int) -> str:
     return f"generation {generation} of " + (f"row {rows[prompt]}" if prompt < len(rows) else f"prompt {prompt}")
 
 
-def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Difference]:
+def _of_values(step: int, a: Line, b: Line) -> Iterator[Difference]:
     # an override of the loss, or skip_zero_contribution=False, also runs completions that contribute nothing
     uncompared = _UNCOMPARED if a.get("counts/run") == b.get("counts/run") else (*_UNCOMPARED, *_OF_RUN)
     for name in dict.fromkeys(n for n in (*_FIRST, *a) if n in a and n in b and not n.startswith(uncompared)):
@@ -200,7 +198,7 @@ def _of_values(step: int, a: dict[str, Any], b: dict[str, Any]) -> Iterator[Diff
             yield Difference(step, stage, f"{name} is {both(a[name], b[name])}", error=error)
 
 
-def _of_spread(part: dict[str, Any], a: Sequence[Any], b: Sequence[Any], entry: int) -> float:
+def _of_spread(part: Line, a: Sequence[Any], b: Sequence[Any], entry: int) -> float:
     """The difference of two rewards relative to the range of their group, or of all where an entry is a sum."""
     size = part["group"] if len(a) == part["count"] else len(a)
     start = entry // size * size
@@ -213,9 +211,7 @@ def _of_spread(part: dict[str, Any], a: Sequence[Any], b: Sequence[Any], entry: 
     return abs(one - other) / spread
 
 
-def _of_weights(
-    step: int, a: Record, b: Record, start: dict[str, Any], sized: list[int], still: bool
-) -> Iterator[Difference]:
+def _of_weights(step: int, a: Record, b: Record, start: Line, sized: list[int], still: bool) -> Iterator[Difference]:
     one, other = a.steps[step]["weights"], b.steps[step]["weights"]
     if one.keys() != other.keys():
         yield Difference(step, "weights", "other parameters are trained")

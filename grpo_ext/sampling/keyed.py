@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, Log
 from ..algorithms.keyed_random import choose, uniform
 from ..config import Replay
 from ..forward.architecture import base_model_of
-from ..forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, KEPT_MASS, SAMPLER_LOGPS, first_tokens
+from ..forward.columns import EXPERTS, KEPT_COUNTS, KEPT_IDS, KEPT_MASS, SAMPLER_LOGPS, TokenColumns, first_tokens
 from ..forward.routing import BY_ROUTER, Routing
 from ..settings import most_kept, named, truncating
 from .turn import Context
@@ -76,7 +76,7 @@ class Recorder(LogitsProcessor):
     _prompts_NC: torch.Tensor | None = None  # experts of the first forward's tokens
     # row numbers and the columns of `add`; columns that are equal for all rows stay on the CPU, without a launch
     _steps: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
-    _parts: dict[int, list[dict[str, torch.Tensor]]] = field(default_factory=dict)  # of each row, on the host
+    _parts: dict[int, list[TokenColumns]] = field(default_factory=dict)  # of each row, on the host
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         if self.temperature is not None:
@@ -136,9 +136,7 @@ class Recorder(LogitsProcessor):
             recorded = {SAMPLER_LOGPS: logps_T, KEPT_MASS: mass_T.float(), KEPT_COUNTS: counts_T, KEPT_IDS: ids_K}
             self._parts.setdefault(row, []).append(recorded | {EXPERTS: experts_TC})
 
-    def columns(
-        self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]
-    ) -> list[dict[str, torch.Tensor]]:
+    def columns(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[TokenColumns]:
         """The columns of the first tokens of each row; the experts of its prompt too, `BY_ROUTER` for the last token.
 
         `contexts` are the tokens of each prompt of the first forward, `prompts_B` for every row the number of its

@@ -18,6 +18,7 @@ from ..forward.columns import (
     KEPT_MASS,
     SAMPLER_LOGPS,
     SAMPLING_LOGPS,
+    TokenColumns,
     first_tokens,
 )
 
@@ -47,7 +48,7 @@ class Turn:
 
     ids: list[int]
     # by name of `forward.columns`, on the CPU; the experts are those of the tokens before these too
-    columns: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    columns: TokenColumns = field(default_factory=dict, compare=False)
     ended: bool | None = None  # False: a limit of length or time cut it off; None: only its last token can tell
     # of a sampler that makes whole completions: the prompt's tokens, 1 for each token of the model, and values that are
     # added to the row of the data
@@ -64,7 +65,7 @@ class Turn:
         ended: bool | None = None,
     ) -> "Turn":
         """A turn from the lists of a user's function or of vLLM."""
-        columns: dict[str, torch.Tensor] = {}
+        columns: TokenColumns = {}
         values = [None] * len(ids) if logps is None else logps
         known = torch.tensor([math.nan if value is None else float(value) for value in values])
         if logps is not None:

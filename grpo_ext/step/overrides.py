@@ -7,7 +7,6 @@ dictionary is a whole step.
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from ..batching.micro_batches import MicroBatch
 from ..batching.sizes import group_numbers
 from ..errors import ConfigError
-from ..forward.columns import COLUMNS, ROW
+from ..forward.columns import COLUMNS, ROW, TrlBatch
 from ..forward.images import RowImages
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardLimits, TrlLogProbs, known_of, padded_ids_and_mask
@@ -35,7 +34,7 @@ class LossOverrides:
     view: TrainerView
     planner: StepPlanner  # which knows the step that runs
 
-    def dictionary(self, micro_batch: LossInputs) -> dict[str, Any]:
+    def dictionary(self, micro_batch: LossInputs) -> TrlBatch:
         """TRL's dictionary of a micro-batch."""
         view, counts, images = self.view, micro_batch.step.counts, micro_batch.rows.images
         # TRL's loss divides `num_items_in_batch` by the processes, and in training by the steps of a rollout batch
@@ -47,7 +46,7 @@ class LossOverrides:
             inputs |= images.as_trl(ids)
         return inputs
 
-    def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    def loss(self, model: Any, inputs: TrlBatch) -> torch.Tensor:
         """What a dictionary adds to the loss of the step; outside a step it is a whole step."""
         with_router, attempt = self.view.aux_loss_enabled, self.planner.running
         micro_batch = self._of_own_step(inputs) if attempt is None else self._of_step(attempt, inputs)
@@ -104,7 +103,7 @@ class LossOverrides:
             )
         return active_tokens(mask, entropies, threshold).bool()
 
-    def _of_step(self, attempt: Attempt, inputs: Mapping[str, Any]) -> LossInputs:
+    def _of_step(self, attempt: Attempt, inputs: TrlBatch) -> LossInputs:
         """Some rows of the step that runs, with the tokens and masks that they are given."""
         current, rollout = attempt.current, attempt.rollout
         assert current is not None
@@ -129,10 +128,10 @@ class LossOverrides:
         part = MicroBatch(tuple(places), current.part.weight)
         return replace(current, part=part, groups=groups, rows=rows, columns=self._columns(columns, rows))
 
-    def _columns(self, columns: Mapping[str, Any], rows: TokenRows) -> dict[str, Any]:
+    def _columns(self, columns: TrlBatch, rows: TokenRows) -> dict[str, Any]:
         return to_device(loss_columns(columns, rows), self.view.accelerator.device)
 
-    def _given_rows(self, inputs: Mapping[str, Any], images: RowImages | None) -> TokenRows:
+    def _given_rows(self, inputs: TrlBatch, images: RowImages | None) -> TokenRows:
         return TokenRows.of_padded(*padded_ids_and_mask(inputs), inputs["completion_ids"].size(1), images)
 
     def _refuse_with_replay(self) -> None:
@@ -140,7 +139,7 @@ class LossOverrides:
             "an override of compute_loss or _compute_loss passes on other tokens or masks than it was given"
         )
 
-    def _of_own_step(self, inputs: dict[str, Any]) -> LossInputs:
+    def _of_own_step(self, inputs: TrlBatch) -> LossInputs:
         """A batch of the user's own as a step; its groups are whole, from its first row on."""
         self._refuse_with_replay()
         mask, images = loss_mask(inputs), self.planner.rollouts.images.of_batch(inputs)

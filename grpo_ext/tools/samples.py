@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow.parquet
 
-from ..run.record import RERUNS, STEP, lines_of
+from ..run.record import RERUNS, STEP, Line, lines_of
 
 STRENGTHS = (0.01, 0.05, 0.2, 0.5)  # a token's colour by the size of its change, as shares of the page's largest
 
@@ -24,7 +24,7 @@ _CHARACTERS, _MESSAGES, _TOKENS = (1500, 500), (8, 4), (300, 100)  # shown from 
 Ends = tuple[Sequence[Any], int, Sequence[Any]]  # head, how many are left out, tail
 
 
-def rollouts_of(paths: Mapping[int, Path]) -> dict[int, list[dict[str, Any]]]:
+def rollouts_of(paths: Mapping[int, Path]) -> dict[int, list[Line]]:
     """Rows of the first, the middle and the last of these tables, by step."""
     rollouts, order = {}, [*paths]
     for step in dict.fromkeys(order[place] for place in (0, len(order) // 2, -1) if order):
@@ -36,7 +36,7 @@ def rollouts_of(paths: Mapping[int, Path]) -> dict[int, list[dict[str, Any]]]:
     return rollouts
 
 
-def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+def reruns_of(folder: Path) -> list[tuple[Line, list[Line]]]:
     """Every step of a run that was run again, or the one of a rerun's own folder: about the step, its completions.
 
     A completion has "shown", the ends of its tokens, each with its text, its values and a class for its colour.
@@ -58,12 +58,12 @@ def reruns_of(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]
     return sorted(reruns, key=lambda rerun: (rerun[0]["step"], len(rerun[0]["folder"]), rerun[0]["folder"]))
 
 
-def _size(line: Mapping[str, Any]) -> float:
+def _size(line: Line) -> float:
     """How much a completion weighs in its step: the norm of its gradient, or its share of the loss."""
     return abs((line["gradient"]["norm"] if line["gradient"] else line["share"]) or 0.0)
 
 
-def _changes(line: dict[str, Any]) -> list[float]:
+def _changes(line: Line) -> list[float]:
     """The advantage times the change of the log-probability for each token, 0 where it is not trained on or unknown.
 
     The advantage becomes one of the token's values.

@@ -10,10 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ...errors import LaunchError
-from ...run.case_comparison import ALL, alike
+from ...run.case_comparison import ALL, Tensors, alike
 from ...run.diff import compare_runs, read_run
 from ...run.record import Record, finite
 from ...run.rounding import ROUNDING, SAME_GRADIENT, SAME_LOG, SAME_UPDATE, relative
@@ -100,7 +98,7 @@ class CheckReport:
         return {"ok": self.ok, "steps": self.steps, "results": finite([dataclasses.asdict(r) for r in self.results])}
 
 
-def update_error(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+def update_error(reference: Tensors, other: Tensors) -> float:
     """`norm(dA - dB) / norm(dA)` over all parameters; 0 if neither moved, infinity if only B did."""
     return alike(reference, other)[ALL]["difference"] if reference.keys() == other.keys() else math.inf
 

@@ -4,7 +4,7 @@ The run is that of recipes/grpo.py without output and evaluation, and in float32
 precision. Stock TRL under the same splits (`against="trl"`) is the negative control.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from transformers.quantizers.auto import AutoQuantizationConfig
 from trl import get_peft_config, get_quantization_config
 
-from ...batching.sizes import geometry_of
+from ...batching.sizes import Settings, geometry_of
 from ...config import GRPOConfig
 from ...errors import ConfigError
 from ...rewards.registry import resolve_rewards
@@ -26,7 +26,7 @@ from .comparison import CheckReport, Split, SplitResult, compare
 from .runs import Run, RunResult, train
 
 
-def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
+def load_run(run_settings: Settings, folder: Path) -> tuple[Run, str]:
     """Return (the run of these settings, with its data in `folder`; a sentence about it and what it leaves out).
 
     Settings that name neither a model nor data are those of the demo, here with smaller steps. Without
@@ -66,7 +66,7 @@ def load_run(run_settings: Mapping[str, Any], folder: Path) -> tuple[Run, str]:
     return run, "; ".join(parts)
 
 
-def _config(settings: Mapping[str, Any], load: dict[str, Any]) -> dict[str, Any]:
+def _config(settings: Settings, load: dict[str, Any]) -> dict[str, Any]:
     """Settings of GRPOConfig, with sizes that no split changes."""
     ours = fields_of(settings, GRPOConfig)
     geometry = geometry_of(ours, 1)
