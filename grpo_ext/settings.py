@@ -5,7 +5,6 @@ Checks, fingerprints, causes of a difference, refused changes and the documents 
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import field
 from numbers import Real
@@ -245,7 +244,7 @@ def read_at(time: str) -> list[str]:
 
 def decides(name: str, stage: str) -> bool:
     """Whether a setting decides a stage of a step; `name` may go on after a dot or a space."""
-    row = row_of(re.split(" ", name)[0])
+    row = row_of(name.split(" ")[0])
     return row is not None and stage in row.decides.split()
 
 

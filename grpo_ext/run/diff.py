@@ -7,7 +7,7 @@ nor TRL.
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,10 +16,9 @@ from typing import Any
 from ..batching.sizes import LAYOUT_SIZES
 from ..errors import ConfigError, shortened
 from ..settings import decides, named
-from .record import STEPS, Record, differences, read_record, tables_of
+from .record import STEPS, Identity, Line, Record, differences, read_record, tables_of
 from .trail_comparison import SAME, Comparison, Difference, both, compare_trails
 
-_PLAIN = {"rewards": "rewards (the functions)"}
 Changes = list[tuple[str, Any, Any]]  # name, both values
 # the stages of the trail whose settings the table has under another name
 _DECIDED = {"values": "loss", "optimizer": "schedule", "weights": "optimizer"}
@@ -43,11 +42,11 @@ class RunOnDisk:
     folder: Path
     record: Record
 
-    def settings(self, step: int) -> dict[str, Any]:
+    def settings(self, step: int) -> Identity:
         """What the run meant where it made a step: settings, data, model, rewards."""
         return settings_of(self.record.start_of(step))
 
-    def besides(self, step: int) -> dict[str, Any]:
+    def besides(self, step: int) -> Identity:
         start = self.record.start_of(step)
         layout = {name: (start.get("geometry") or {}).get(name) for name in LAYOUT_SIZES}
         return {"versions": start.get("versions"), "environment": start.get("environment"), "layout": layout}
@@ -62,7 +61,7 @@ class RunOnDisk:
         return bool(loaded or settings.get("bf16") or settings.get("fp16")) and not settings.get("bitwise_invariant")
 
 
-def settings_of(start: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(start: Line) -> Identity:
     parts = {name: start[name] for name in named("part") if name in start}
     return dict(start.get("settings") or {}) | parts
 
@@ -117,7 +116,7 @@ def _end(record: Record) -> str:
 
 
 def _of_starts(
-    a: RunOnDisk, b: RunOnDisk, begins: Sequence[int], kind: Callable[[RunOnDisk, int], dict[str, Any]]
+    a: RunOnDisk, b: RunOnDisk, begins: Sequence[int], kind: Callable[[RunOnDisk, int], Identity]
 ) -> Changes:
     """What differs at any of these first steps of training calls."""
     found = [change for step in begins for change in changes(kind(a, step), kind(b, step))]
@@ -155,11 +154,13 @@ def _rewards(*runs: RunOnDisk) -> Iterator[str]:
         yield f"Rewards of A and B: {'; '.join(shown)}."
 
 
-def changes(a: dict[str, Any], b: dict[str, Any]) -> Changes:
+def changes(a: Identity, b: Identity) -> Changes:
     """What differs; not parts that one of the runs was too early to note."""
     names = [name for name in {**a, **b} if (name in a and name in b) or name not in named("part")]
     found = differences({name: (a.get(name), b.get(name)) for name in names})
-    return [(_PLAIN.get(name, name), old, new) for name, old, new in found if old != new]
+    return [
+        ("rewards (the functions)" if name == "rewards" else name, old, new) for name, old, new in found if old != new
+    ]
 
 
 def listed(changes: Changes) -> str:

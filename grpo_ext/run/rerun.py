@@ -12,7 +12,7 @@ import itertools
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,9 @@ from ..config import GRPOConfig
 from ..errors import ConfigError
 from ..rollouts.join import digest_of
 from ..rollouts.source import Rollouts
-from ..runtime.clock import PhaseClock
 from ..runtime.collectives import from_main_process, gather_lists
 from ..runtime.messages import logger
 from ..settings import NOTED, resumes
-from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
 from .case_comparison import case_text
@@ -39,11 +37,9 @@ from .cases import Case, Cases, attributes_of, title_of
 from .checkpoint import checkpoints, link, make_first, why_not_resumable
 from .diff import Changes, RunOnDisk, changes, compare_runs, listed, read_run, settings_of
 from .fingerprint import fingerprint_of
-from .interrupts import InterruptWatch
-from .keeper import RunKeeper
 from .log import LineFile
-from .record import RERUNS, STEP, Record, finite, refuse_unknown
-from .trail import MOST_ENTRIES, origins_of, rewards_of
+from .record import RERUNS, STEP, Identity, Line, Record, finite, refuse_unknown
+from .trail import origins_of, rewards_of
 from .trail_comparison import SAME, Comparison
 
 _NEEDED = (DefaultFlowCallback, SyncRefModelCallback, ProgressCallback, PrinterCallback)
@@ -57,7 +53,7 @@ class Rerun:
     folder: Path
     steps: range  # those that ran again, the step that was asked for at the end
     comparison: Comparison  # with the run
-    cases: Sequence[Mapping[str, Any]] = ()  # what other settings would make of the step
+    cases: Sequence[Line] = ()  # what other settings would make of the step
 
     @property
     def text(self) -> str:
@@ -115,19 +111,12 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool,
     if twice := [title for title, count in Counter(map(title_of, cases)).items() if count > 1]:
         raise ConfigError(f"cases: {'; '.join(twice)} is named twice; leave one of them out.")
     begun = from_main_process(view.accelerator, functools.partial(_beginning, view, step, call_rewards))
-    with view.assembled_for(begun.arguments(view.args), _callbacks_of(view)) as (rollouts, planner):
-        compared = Cases(view, rollouts, planner, cases, begun.run.record.rollouts)
-        return StepAgain(view, rollouts, planner, compared).run(begun, gradients)
-
-
-def _callbacks_of(view: TrainerView) -> list[Any]:
-    """The callbacks of a trainer that a rerun needs: not the user's, and no tracker's."""
-    ours, callbacks = (RunKeeper, InterruptWatch, PhaseClock), view.callback_handler.callbacks
-    # a user's `Console` measures
+    # not the user's, whose `Console` measures, and no tracker's
+    callbacks = view.callback_handler.callbacks
     needed = [c for c in callbacks if isinstance(c, _NEEDED) and getattr(c, "measure", None) is None]
-    if left_out := [type(c).__name__ for c in callbacks if c not in needed and not isinstance(c, ours)]:
-        logger.info(f"Without the callbacks {', '.join(left_out)}.")
-    return needed
+    with view.assembled_for(begun.arguments(view.args), needed) as (rollouts, planner):
+        compared = Cases(view, rollouts, planner, cases, begun.run.record.rollouts)
+        return StepAgain(view, rollouts, compared).run(begun, gradients)
 
 
 def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
@@ -176,7 +165,6 @@ class StepAgain:
 
     view: TrainerView
     rollouts: Rollouts
-    planner: StepPlanner
     cases: Cases
 
     def run(self, beginning: Beginning, gradients: bool) -> Rerun:
@@ -184,7 +172,7 @@ class StepAgain:
         record, accelerator = StepRecord(gradients), self.view.accelerator
         if not beginning.call_rewards:
             self.rollouts.worker.known_rewards = self._known_rewards(beginning.run.record)
-        self.view.add_callback(_Ending(beginning.steps[-1], self.planner, record, self.cases))
+        self.view.add_callback(_Ending(beginning.steps[-1], record, self.cases))
         try:
             self.view.train(resume_from_checkpoint=beginning.checkpoint)
             record.gather()
@@ -205,9 +193,8 @@ class StepAgain:
             rounds = record.rollouts.get(step, {}).get("rounds", ())[calls[step] :][:1]
             calls[step] += 1
             for part in rounds:
-                if part["count"] > MOST_ENTRIES:
-                    logger.warning_once("The trail has sums of rewards of so many completions: functions are called.")
-                elif (known := _rewards_of(part, found, len(view.reward_funcs))) is not None:
+                # none where the trail has sums: the functions are called
+                if (known := _rewards_of(part, found, len(view.reward_funcs))) is not None:
                     return known.to(view.accelerator.device)
             return calculate(inputs, prompts, completions, ids)
 
@@ -238,7 +225,7 @@ class StepAgain:
         logger.info(f"{rerun.text}\nAll that the step computed: {folder / STEP}. The trainer has the weights after it.")
         return rerun
 
-    def _lines(self, record: StepRecord, origins: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    def _lines(self, record: StepRecord, origins: Sequence[Line]) -> Iterator[Line]:
         """What is recorded of each completion."""
         decode, data = self.view.tokenizer.decode, self.view.train_dataset
         batch, text_of = record.rollout, functools.cache(lambda token: decode([token]))
@@ -255,7 +242,7 @@ class StepAgain:
                 "answer": data_row.get("answer", data_row.get("solution")),
                 "completion": decode(ids, skip_special_tokens=True),
                 "advantage": advantage[:length] if isinstance(advantage, list) else advantage,
-                "share": None if tokens.get("share") is None else math.fsum(tokens["share"] or ()),
+                "share": None if (shares := tokens.get("share")) is None else math.fsum(shares),
                 "gradient": record.gradients.get(place),
                 "tokens": {"ids": ids, "text": list(map(text_of, ids)), **tokens},
                 "cases": {title: changes[:length] for title, changes in record.cases.get(place, {}).items()},
@@ -267,14 +254,12 @@ class _Ending(TrainerCallback):
     """Records a step, and ends the training after it."""
 
     step: int
-    planner: StepPlanner
     record: StepRecord
     cases: Cases
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.step:
-            self.planner.record = self.record
-            view = self.planner.view
+            self.cases.planner.record, view = self.record, self.cases.view
             self.cases.start = {"entropy_coef": view.entropy_coef, "_last_world_entropy": view.last_entropy}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -284,12 +269,12 @@ class _Ending(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = True  # each step by itself
         if state.global_step == self.step:
-            self.planner.record, self.record.moved = None, True
+            self.cases.planner.record, self.record.moved = None, True
             self.record.forward_again()
             control.should_training_stop = True
 
 
-def _refused(made: dict[str, Any], now: dict[str, Any]) -> Changes:
+def _refused(made: Identity, now: Identity) -> Changes:
     return [change for change in changes(made, now) if resumes(change[0]) != NOTED]
 
 
@@ -307,7 +292,7 @@ def _linked(checkpoint: Path, copy: Path) -> bool:
     return False
 
 
-def _rewards_of(part: Mapping[str, Any], completions: Sequence[tuple[str, str]], functions: int) -> torch.Tensor | None:
+def _rewards_of(part: Line, completions: Sequence[tuple[str, str]], functions: int) -> torch.Tensor | None:
     """The rewards (B, F) that a trail has of a round; None where it has other completions (either digest of each)."""
     known = len(part["completions"]) == len(completions) and len(part["rewards"]) == functions
     if not known or not all(one in pair for one, pair in zip(part["completions"], completions, strict=True)):
