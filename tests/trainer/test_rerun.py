@@ -219,7 +219,7 @@ def test_what_cannot_be_run_again_says_why(tmp_path, base):
         rerun(base, 3, train_dataset=prompts(12, seed=5))
     with pytest.raises(ConfigError, match=r"not the run of .*settings\.beta|not the run of .*beta 0\.0 -> 0\.1"):
         rerun(base, 3, beta=0.1)
-    with pytest.raises(ConfigError, match="not a whole number"):
+    with pytest.raises(ConfigError, match="must be a whole number"):
         rerun(base, "3")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rollout_func"):
         rerun(base, 3, rollout_func=lambda prompts, trainer: {})
