@@ -24,6 +24,7 @@ from .forms import why_no_prefix, why_not_packed
 from .rows import TokenRows
 from .zeros import zeros_filled
 
+_TAKES_LONG = 256  # tokens of a prompt; on a CPU the comparison then takes seconds
 _NAMES: dict[Form, str] = {"packed": "packs", "prefix": "shared prefixes"}
 _MEANINGS: dict[Form, str] = {
     "packed": "packs: a prompt once for its completions, no padding",
@@ -113,6 +114,8 @@ class ForwardChoice:
             short, *long = make_rows(base_model_of(model))
             batches = [RowsAlone(model, short, self.device)]
             batches += [RowsAlone(model, rows, self.device, paddings=(0,)) for rows in long]
+            if forms.best != "padded" and (longest := max(batches[-1].rows.prompts_B)) > _TAKES_LONG:
+                logger.info(f"Comparing {_NAMES[forms.best]} with rows alone, on over {longest} tokens, once.")
         except Exception as error:  # a processor may expect prompts like the user's
             problem = f"rows to compare it on could not be made ({type(error).__name__}: {error})"
         first = forms.best

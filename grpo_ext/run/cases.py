@@ -47,25 +47,36 @@ def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
         "a case has the step's completions, model and optimizer, and changes advantages, loss or the update's size"
     )
     for name, value in case.items():
-        reasons = {
-            did_you_mean(name, known, changes, cutoff=0.8): name not in known,
-            "under FSDP, DeepSpeed or fp16 the gradient is in parts, or scaled": args.fp16 or view.sharded,
-            "the run has beta=0, and so no reference": name == "beta" and not view.beta,
-            "it is a number with a teacher, and None without one": name == "teacher_kl_coef"
-            and (value is None) == (view.teacher_model is not None),
-            "with dynamic_sampling it decides completions": args.dynamic_sampling
-            and decides(name, "advantages")
-            and name != "scale_rewards",
-            "give one weight for each reward function": name == "reward_weights"
-            and value is not None
-            and (not isinstance(value, list | tuple) or len(value) != len(view.reward_funcs)),
-            f"the optimizer has no eps={args.adam_epsilon}": name == "adam_epsilon"
-            and all(group.get("eps") != args.adam_epsilon for group in groups),
-            f"the optimizer's rate is not a part of learning_rate={rate}": name == "learning_rate"
-            and any(group.get("initial_lr", rate) != rate or not rate for group in groups),
-        }
-        if refused := [reason for reason, applies in reasons.items() if applies]:
-            raise ConfigError(f"{name}={value!r} cannot be a case of a step: {refused[0]}")
+        advantages = decides(name, "advantages") and name != "scale_rewards"
+        weights = name == "reward_weights" and value is not None
+        reasons = [
+            (name not in known, did_you_mean(name, known, changes, cutoff=0.8)),
+            (
+                args.fp16 or view.sharded,
+                "under FSDP, DeepSpeed or fp16 the gradient is in parts, or scaled",
+            ),
+            (name == "beta" and not view.beta, "the run has beta=0, and so no reference"),
+            (
+                name == "teacher_kl_coef" and (value is None) == (view.teacher_model is not None),
+                "it is a number with a teacher, and None without one",
+            ),
+            (advantages and args.dynamic_sampling, "with dynamic_sampling it decides completions"),
+            (
+                weights and (not isinstance(value, list | tuple) or len(value) != len(view.reward_funcs)),
+                "give one weight for each reward function",
+            ),
+            (
+                name == "adam_epsilon" and all(group.get("eps") != args.adam_epsilon for group in groups),
+                f"the optimizer has no eps={args.adam_epsilon}",
+            ),
+            (
+                name == "learning_rate" and any(group.get("initial_lr", rate) != rate or not rate for group in groups),
+                f"the optimizer's rate is not a part of learning_rate={rate}",
+            ),
+        ]
+        for applies, reason in reasons:
+            if applies:
+                raise ConfigError(f"{name}={value!r} cannot be a case of a step: {reason}")
     vars(args).update(case)
     args.check()
     return view.attributes_for(args, case)

@@ -105,6 +105,8 @@ def _outcome(run: Run, folder: Path, processes: int, build: Builder) -> RunResul
     trainer = None
     try:
         trainer = build(run, folder, processes)
+        if trainer.accelerator.num_processes != processes:
+            raise RuntimeError(f"{processes} processes were started, {trainer.accelerator.num_processes} are joined")
         return train(run, trainer)
     except Exception as error:
         refused = trainer is None and isinstance(error, ValueError)  # by this package or TRL
