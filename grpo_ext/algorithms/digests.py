@@ -54,15 +54,17 @@ class WeightDigest:
         sums, projected = [], []
         for start in range(0, flat.numel(), size):
             part = flat[start : start + size]
-            part_NB = torch.nn.functional.pad(part, (0, -part.numel() % _BLOCK)).view(-1, _BLOCK)
-            sums.append(_sums(part_NB, factors_B))
-            projected.append(_projected(part_NB, signs_RP, signs_KP))
+            # zeros add nothing, so a block that is alone has no more rows than it needs
+            block = min(-(-part.numel() // _ROW) * _ROW, _BLOCK)
+            part_NB = torch.nn.functional.pad(part, (0, -part.numel() % block)).view(-1, block)
+            sums.append(_sums(part_NB, factors_B[:block]))
+            projected.append(_projected(part_NB, signs_RP, signs_KP[: block // _ROW]))
         if not sums:
             return
         count = -(-flat.numel() // _BLOCK)
-        self.total = self.total.to(flat.device) + (torch.cat(sums) * _factors(key, count).to(flat.device)).sum()
-        values_NP, flips = torch.cat(projected), _signs(key, count)
-        self.projections = self.projections.to(flat.device) + (values_NP * flips.to(values_NP)).sum(0)
+        factors, flips = _of_blocks(key, count, flat.device)
+        self.total = self.total.to(flat.device) + (torch.cat(sums) * factors).sum()
+        self.projections = self.projections.to(flat.device) + (torch.cat(projected) * flips).sum(0)
 
     def as_list(self) -> list[Any]:
         """The digest in hex and the projections; NaN where weights are not finite."""
@@ -94,12 +96,16 @@ def _mixed(key: int, count: int) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
+def _of_blocks(key: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors (N,) and signs (N, P) of the blocks of a parameter, which the host sends to a device once."""
+    return _factors(key, count).to(device), _signs(key, count).double().to(device)
+
+
 def _factors(key: int, count: int) -> torch.Tensor:
     """An odd factor for each of `count` numbers after a key."""
     return _mixed(key, count) | 1
 
 
-@functools.lru_cache(maxsize=4096)
 def _signs(key: int, count: int) -> torch.Tensor:
     """1 or -1 for each of `count` numbers after a key and each projection, (count, P)."""
     return 1 - 2 * (_mixed(key, count)[:, None] >> (8 + torch.arange(PROJECTIONS)) & 1)

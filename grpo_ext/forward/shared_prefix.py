@@ -153,7 +153,7 @@ class SharedPrefixAttention(torch.autograd.Function):
             pieces = _attend_backward(part, (*states, lse[:, :, rows]), ctx.scale)
             for whole, place, piece in zip(grads, (rows, keys, keys), pieces, strict=True):
                 if isinstance(place, slice):
-                    whole[:, :, place] += piece
+                    whole[:, :, place].add_(piece)
                 else:  # in float32: under a window many completions add to the last tokens of their prompt
                     whole.copy_(whole.to(lse.dtype).index_add_(2, place, piece.to(lse.dtype)))
         return (*grads, None, None)

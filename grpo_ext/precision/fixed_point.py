@@ -38,7 +38,8 @@ def check_terms(name: str, terms: int, largest: float) -> None:
 
 def to_fixed(values: torch.Tensor) -> torch.Tensor:
     """Counts of 2**-FRACTION_BITS; only for values within `largest_term`."""
-    return values.to(torch.float64, copy=True).mul_(2.0**FRACTION_BITS).round_().to(torch.int64)
+    # a power of two changes the exponent alone, which float16 has no room for
+    return (values.to(torch.promote_types(values.dtype, torch.float32)) * 2.0**FRACTION_BITS).round_().to(torch.int64)
 
 
 class FixedPointSum:

@@ -30,8 +30,8 @@ def pack(values: Any, pin_memory: bool = False) -> tuple[Any, torch.Tensor]:
     return replaced, buffer
 
 
-def unpack(replaced: Any, buffer: torch.Tensor) -> Any:
-    """The values of `pack`, with tensors that may be written to."""
+def unpack(replaced: Any, buffer: torch.Tensor, copied: bool = True) -> Any:
+    """The values of `pack`, with tensors that may be written to; those that are not `copied` hold the whole buffer."""
     start = 0
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,8 @@ def unpack(replaced: Any, buffer: torch.Tensor) -> Any:
         if tensor.device.type != "meta":
             return tensor
         part, start = buffer[start : start + tensor.nbytes], start + _size(tensor)
-        return part.view(tensor.dtype).view(tensor.shape).clone()
+        part = part.view(tensor.dtype).view(tensor.shape)
+        return part.clone() if copied else part.data  # which autograd versions by itself, as a copy
 
     return recursively_apply(moved, replaced)
 
@@ -52,5 +53,5 @@ def to_device(values: Any, device: torch.device | str) -> Any:
     if torch.device(device).type != "cuda":
         return send_to_device(values, device)
     replaced, buffer = pack(values, pin_memory=True)
-    moved = unpack(replaced, buffer.to(device, non_blocking=True))
+    moved = unpack(replaced, buffer.to(device, non_blocking=True), copied=False)
     return send_to_device(moved, device, non_blocking=True)

@@ -26,6 +26,7 @@ from .inputs import LENGTHS, LossInputs
 from .statistics import loss_mask
 
 # the sampler's and the trainer's rounding may drift apart along a completion: names, and positions from and below
+_EXTREMES = {"clip_ratio/low": "clip_ratio/low_min", "clip_ratio/high": "clip_ratio/high_max"}  # over rows
 _DEPTHS = (
     ("sampling/logp_difference/below_64", 0, 64),
     ("sampling/logp_difference/below_512", 64, 512),
@@ -77,8 +78,7 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: LogProbs) ->
         loss = loss - cfg.entropy_coefficient * bonus / max(step.counts.entropy_tokens, 1)
     if cfg.router_coefficient is not None:
         loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, scores.router, micro_batch)
-    metrics.add_tokens("entropy", entropies_S, mask)
-    _add_policy_metrics(cfg, tokens, batch, micro_batch)
+    _add_policy_metrics(cfg, tokens, batch, micro_batch, entropies_S)
     if SAMPLER_LOGPS in columns:
         _add_sampler_difference(batch, micro_batch)
     if scores.routing is not None:
@@ -106,17 +106,17 @@ def _add_sampler_difference(batch: TokenBatch, micro_batch: LossInputs) -> None:
     known_S = batch.mask_S * ~sampler_S.isnan()
     difference_S = (policy_S - sampler_S.nan_to_num()).abs()
     metrics = micro_batch.metrics
-    metrics.add_tokens("sampling/logp_difference", difference_S, known_S)
+    metrics.add_tokens({"sampling/logp_difference": difference_S}, known_S)
     begins_B1 = (batch.lengths_B.cumsum(0) - batch.lengths_B)[:, None]
     place_S = torch.arange(len(known_S), device=known_S.device) - batch.spread(begins_B1)
     for name, start, end in _DEPTHS:
         if not start or start < max(micro_batch.rows.completions_B):
-            metrics.add_tokens(name, difference_S, known_S * (place_S >= start) * (place_S < end))
+            metrics.add_tokens({name: difference_S}, known_S * (place_S >= start) * (place_S < end))
 
 
 def _add_ratios(ratio_S: torch.Tensor, mask_S: torch.Tensor, micro_batch: LossInputs) -> None:
     metrics = micro_batch.metrics
-    metrics.add_tokens("sampling/ratio_mean", ratio_S, mask_S)
+    metrics.add_tokens({"sampling/ratio_mean": ratio_S}, mask_S)
     unmasked = torch.where(mask_S.bool(), ratio_S, torch.nan)
     metrics.add_extreme("sampling/ratio_min", unmasked, lowest=True)
     metrics.add_extreme("sampling/ratio_max", unmasked)
@@ -139,12 +139,14 @@ def _router_loss(coefficient: float, router: RouterOutput | None, micro_batch: L
     return aux
 
 
-def _add_policy_metrics(cfg: LossConfig, tokens: TokenLoss, batch: TokenBatch, micro_batch: LossInputs) -> None:
-    metrics, mask = micro_batch.metrics, batch.mask_S
+def _add_policy_metrics(
+    cfg: LossConfig, tokens: TokenLoss, batch: TokenBatch, micro_batch: LossInputs, entropies_S: torch.Tensor
+) -> None:
+    metrics, mask, of_tokens = micro_batch.metrics, batch.mask_S, {"entropy": entropies_S}
     if cfg.teacher_kl_coef is not None:
-        metrics.add_tokens("teacher_kl", batch.logps_S.detach() - micro_batch.columns[TEACHER_LOGPS], mask)
+        of_tokens["teacher_kl"] = batch.logps_S.detach() - micro_batch.columns[TEACHER_LOGPS]
     if tokens.kl_S is not None:
-        metrics.add_tokens("kl", tokens.kl_S, mask)
+        of_tokens["kl"] = tokens.kl_S
     if tokens.vespo_phi is not None and tokens.vespo_phi.dim() == 2:
         metrics.add_sequences("vespo/phi_seq_mean", tokens.vespo_phi)
     if tokens.outside_bounds_B1 is not None:
@@ -154,9 +156,8 @@ def _add_policy_metrics(cfg: LossConfig, tokens: TokenLoss, batch: TokenBatch, m
         if clipped.dim() == 2:
             metrics.add_sequences(mean_name, clipped)
         else:
-            metrics.add_tokens(mean_name, clipped, mask)
-        per_row = clipped if clipped.dim() == 2 else batch.sums(clipped * mask) / batch.sums(mask)
-        if name == "clip_ratio/low":
-            metrics.add_extreme("clip_ratio/low_min", per_row, lowest=True)
-        elif name == "clip_ratio/high":
-            metrics.add_extreme("clip_ratio/high_max", per_row)
+            of_tokens[mean_name] = clipped
+        if name in _EXTREMES:
+            per_row = clipped if clipped.dim() == 2 else batch.sums(clipped * mask) / batch.sums(mask)
+            metrics.add_extreme(_EXTREMES[name], per_row, lowest=name == "clip_ratio/low")
+    metrics.add_tokens(of_tokens, mask)

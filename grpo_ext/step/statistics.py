@@ -53,8 +53,12 @@ class StepMetrics:
         if self.counted:
             self.terms.append((name, value.detach() if isinstance(value, torch.Tensor) else value, count))
 
-    def add_tokens(self, name: str, values_S: torch.Tensor, mask_S: torch.Tensor) -> None:
-        self.add(name, (values_S * mask_S).sum(), mask_S.sum())
+    def add_tokens(self, values: Mapping[str, torch.Tensor], mask_S: torch.Tensor) -> None:
+        """The means of values of tokens, (S,) each; together, because each operation takes a device about as long."""
+        count = mask_S.sum()
+        stacked = torch.stack([value.detach() for value in values.values()])
+        for name, total in zip(values, (stacked * mask_S).sum(1), strict=True):
+            self.add(name, total, count)
 
     def add_sequences(self, name: str, values_B1: torch.Tensor) -> None:
         self.add(name, values_B1.sum(), float(values_B1.size(0)))
@@ -81,9 +85,14 @@ class StepMetrics:
     def _on_host(self, values: Sequence[torch.Tensor | float]) -> list[float]:
         """Copy scalars from the device, all at once."""
         dtype = torch.float32 if self.device.type == "mps" else torch.float64  # which has no float64
-        tensors = [value.to(self.device, dtype) for value in values if isinstance(value, torch.Tensor)]
-        sent = iter(torch.stack(tensors).tolist() if tensors else [])
-        return [next(sent) if isinstance(value, torch.Tensor) else value for value in values]
+        groups: dict[torch.dtype, dict[int, torch.Tensor]] = {}  # by place, since a conversion of each takes longer
+        for place, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                groups.setdefault(value.dtype, {})[place] = value.to(self.device)
+        stacks = [torch.stack([*group.values()]).to(dtype) for group in groups.values()]
+        sent = torch.cat(stacks).tolist() if stacks else []
+        on_host = dict(enumerate(values)) | dict(zip(itertools.chain(*groups.values()), sent, strict=True))
+        return [float(value) for value in on_host.values()]
 
 
 def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:

@@ -129,7 +129,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> tuple[Any, FixedRollouts]:
+def make_trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> tuple[Any, FixedRollouts]:
     import trl
     from datasets import Dataset
 
@@ -141,8 +141,9 @@ def _trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> 
     model = _model(spec, trl.get_quantization_config(of_model))
     vocabulary = model.config.get_text_config().vocab_size
     rollouts = FixedRollouts(shape, vocabulary)
-    if shape.samples:  # a random model says each token alike; enough of them end an answer
-        ends = max(1, round(_END_SHARE * vocabulary / shape.longest))
+    if shape.samples:  # a random model says each token alike; enough of them end an answer, or hardly any
+        share = 0.0 if shape.shortest == shape.longest else _END_SHARE
+        ends = max(1, round(share * vocabulary / shape.longest))
         model.generation_config.eos_token_id = list(range(1, 1 + ends))
     quiet = {"report_to": "none", "logging_strategy": "no", "save_strategy": "no", "disable_tqdm": True}
     settings = {
@@ -243,7 +244,7 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     shape = Shape(**spec["shape"])
     with tempfile.TemporaryDirectory() as folder:
-        trainer, rollouts = _trainer(spec, shape, folder, server)
+        trainer, rollouts = make_trainer(spec, shape, folder, server)
         server.tokens = _counting(trainer) if shape.whole else lambda: rollouts.tokens
         server.time(trainer, "_generate_single_turn", lambda: "rollout")
         scoring = "_get_per_token_logps_and_entropies"

@@ -90,7 +90,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ("even_slice(ceil_div(num_prompts, groups), num", "even_slice(num_prompts // groups, num", SIZES)
     ],
     "precision/fixed_point.py": [
-        (".mul_(2.0**FRACTION_BITS).round_()", ".mul_(2.0**FRACTION_BITS)", FIXED_POINT),
+        ("* 2.0**FRACTION_BITS).round_()", "* 2.0**FRACTION_BITS)", FIXED_POINT),
         ("if largest > limit:", "if largest > 2 * limit:", FIXED_POINT),
     ],
     "forward/tiled_log_probs.py": [("constant = up + entropy_up * entropy", "constant = up", f"{HEAD} -k derivative")],

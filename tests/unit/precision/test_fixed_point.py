@@ -40,6 +40,13 @@ def test_rounding_is_to_the_nearest_step():
     assert to_fixed(torch.tensor([0.52, -0.52, 0.48]) * 2.0**-48).tolist() == [1, -1, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_term_is_rounded_as_in_float64(dtype):
+    values = torch.cat([part.flatten() * scale for part in terms() for scale in (1e-12, 1e-6, 1.0)]).to(dtype)
+    assert torch.equal(to_fixed(values), (values.double() * 2.0**48).round().long())
+    assert to_fixed(values).unique().numel() > 1000 or dtype == torch.float16
+
+
 @pytest.mark.parametrize("shape", [(1000,), (25, 40), (1, 1), ()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_slices_do_not_change_the_bits(monkeypatch, shape, dtype):

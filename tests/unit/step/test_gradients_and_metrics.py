@@ -75,7 +75,7 @@ def metered(parts: list[tuple[list[int], float]]) -> dict[str, float]:
     for rows, weight in parts:
         part = metrics.of_weight(weight)
         part.add_total("loss", (tokens[rows] * mask[rows]).sum())
-        part.add_tokens("entropy", tokens[rows], mask[rows])
+        part.add_tokens({"entropy": tokens[rows].flatten()}, mask[rows].flatten())
         part.add_sequences("phi", tokens[rows, :1])
         per_row = (tokens[rows] * mask[rows]).sum(1) / mask[rows].sum(1)  # NaN where a row has no token
         part.add_extreme("low_min", per_row, lowest=True)

@@ -1,36 +1,187 @@
-"""`make test-gpu` beyond its tests: what it writes, when, and within which time."""
+"""`make test-gpu` beyond its tests: which parts it runs, within which time, and what its file holds."""
 
+import copy
 import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 from grpo_ext.tools.stock import OURS
-from tests.gpu import measure
+from tests.gpu import measure, parts, results, scripts, step_profile, steps, two_ranks
 from tests.support.gpu import TEST_PARTS
+
+RUN = {"status": "done", "steps": 3, "seconds": 1.0, "phases": {}, "tokens_per_second": 2.0, "peak_mib": 3.0}
+RUN |= {"working_mib": 1.0, "form": "packed", "micro_batch": 8}
+ABOUT = {"format": results.FORMAT, "toy": True, "machine": {}, "versions": {}, "seconds": 3.0}
+TIMES = {"share": 60, "seconds": 2.5}
+RESULT = {
+    **ABOUT,
+    "parts": {
+        "bits": {"status": "done", **TIMES, "passed": 3, "failed": {}, "skipped": {}, "figures": {}},
+        "1.7B": {"status": "failed", **TIMES, "reason": "an error", "runs": {"a": RUN}, "shapes": [], "ratios": {}},
+        "vLLM": {"status": "not run", **TIMES, "reason": "not installed", "figures": {}},
+        "profile": {"status": "waiting", **TIMES},
+    },
+}
+
+
+def test_the_schema_takes_what_a_measurement_writes(tmp_path):
+    results.write(tmp_path / "gpu.json", RESULT)
+    assert list(results.problems(json.loads((tmp_path / "gpu.json").read_text()))) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "sentence"),
+    [
+        ("bits", {"status": "fine"}, "bits has status 'fine', which is not one of done"),
+        ("bits", {"reason": "none"}, "bits has status 'done' and a reason"),
+        ("bits", {"passed": "3"}, "bits has 'passed' as str"),
+        ("bits", {"note": "3"}, "bits has an unknown 'note'"),
+        ("vLLM", {"status": "out of time", "reason": None}, "vLLM has 'reason' as NoneType"),
+        ("1.7B", {"runs": {"a": {"status": "done", "seconds": 1.0}}}, "a has no 'steps'"),
+        ("1.7B", {"runs": {"a": {"status": "failed"}}}, "a has status 'failed' and no reason"),
+        ("profile", {"status": "done"}, "profile is done and has neither runs nor figures"),
+    ],
+)
+def test_the_schema_names_what_is_wrong(part, change, sentence):
+    broken = copy.deepcopy(RESULT)
+    broken["parts"][part] |= change
+    assert any(problem.startswith(sentence) for problem in results.problems(broken))
+
+
+def test_each_set_of_parts_takes_at_most_twenty_minutes():
+    for chosen in parts.SETS.values():
+        assert sum(part.share for part in chosen) <= 60 * parts.MINUTES
+
+
+def test_each_part_of_runs_is_expected_to_end_within_its_share():
+    """By the arithmetic of an H100; it grows with the tokens, and stock TRL has a prompt for each completion."""
+    expected = {part.name: sum(map(parts.expected_seconds, part.runs)) for part in parts.PARTS if part.runs}
+    assert len(expected) == 7
+    assert [name for name, seconds in expected.items() if seconds > parts_by_name()[name].share] == []
+    ours, stock = (parts.expected_seconds(run) for run in parts.SHARED_RUNS[:2])
+    assert parts.START < ours < stock
+    assert parts.expected_seconds(parts.LONG_RUNS[0]) < parts.expected_seconds(parts.LONG_RUNS[4])
+
+
+def parts_by_name() -> dict[str, parts.Part]:
+    return {part.name: part for part in parts.PARTS}
+
+
+def test_parts_are_chosen_by_name_and_by_set_in_the_order_in_which_they_run():
+    assert [part.name for part in parts.chosen("profile, bits,head")] == ["head", "bits", "profile"]
+    assert parts.chosen("figures") == [*parts.SETS["figures"]]
+    assert parts.chosen("tests,figures,bits") == [*parts.PARTS]
+    with pytest.raises(ValueError, match=r"there is no part 'speed'; there are tests, figures, head, "):
+        parts.chosen("head,speed")
+
+
+def test_names_of_parts_and_runs_are_unlike_and_ratios_name_runs():
+    names = [part.name for part in parts.PARTS]
+    runs = [run.name for part in parts.PARTS for run in part.runs]
+    assert len({*names}) == len(names)
+    assert len({*runs}) == len(runs)
+    assert {one for part in parts.PARTS for pair in part.ratios.values() for one in pair} <= {*runs}
+
+
+def test_a_run_that_plan_does_not_expect_to_fit_is_not_started():
+    result = steps.measure(steps.toy(parts.LONG_RUNS[0]), end=0.0, device_mib=1.0)
+    assert (result["status"], result["reason"][:12]) == ("does not fit", "plan expects")
+    assert result["published"]["seconds"] == 1.99
+
+
+def test_the_worst_status_of_its_runs_is_a_parts():
+    assert results.worst(["done", "does not fit", "out of time"]) == "out of time"
+    assert results.worst(["done", "done"]) == "done"
+    assert results.worst(["does not fit", "failed"]) == "failed"
+
+
+def test_a_script_that_ends_early_leaves_what_it_wrote(monkeypatch):
+    def run(text: str, seconds: float = 20.0) -> dict:
+        monkeypatch.setattr(scripts, "command", lambda name, file, *rest: ["/bin/sh", "-c", text, str(file)])
+        return scripts.run_script("any", True, seconds)
+
+    written = """echo '{"figures": {"a": 1}}' > $0; """
+    assert run(written) == {"status": "done", "figures": {"a": 1}}
+    assert run(written + "echo wrong >&2; exit 3") == {"status": "failed", "figures": {"a": 1}, "reason": "wrong"}
+    late = run(written + "sleep 60", 1.0)
+    assert late.pop("reason") == "the script any did not end in 1 s"
+    assert late == {"status": "out of time", "figures": {"a": 1}}
+
+
+def event(kind: str, name: str, start: float, length: float) -> dict:
+    return {"cat": kind, "name": name, "ts": start, "dur": length}
+
+
+def test_a_phase_has_the_kernels_launches_waits_and_idle_time_within_it():
+    events = [
+        event("user_annotation", "phase: step", 0, 1000),
+        event("user_annotation", "phase: forward", 100, 400),
+        event("user_annotation", step_profile.EDGE, 480, 20),
+        event("cuda_runtime", "cudaLaunchKernel", 110, 5),
+        event("cuda_runtime", "cudaStreamSynchronize", 300, 50),
+        event("cuda_runtime", "cudaDeviceSynchronize", 485, 10),  # at the edge of the phase
+        event("kernel", "gemm", 120, 100),
+        event("kernel", "gemm", 200, 100),
+        event("gpu_memcpy", "Memcpy HtoD", 400, 10),
+        event("kernel", "adam", 600, 100),
+        event("cuda_driver", "cuLaunchKernelEx", 590, 5),
+    ]
+    phases = step_profile.by_phase(events)
+    forward, rest = phases["forward"], phases["rest"]
+    whole = ("launches", "kernels", "copies", "waits")
+    assert [forward[column] for column in whole] == [1, 2, 1, 1]
+    assert [rest[column] for column in whole] == [1, 1, 0, 0]
+    assert [round(1e6 * forward[c]) for c in ("seconds", "busy", "idle", "waited")] == [400, 190, 210, 50]
+    assert [round(1e6 * rest[c]) for c in ("seconds", "busy", "idle")] == [600, 100, 500]
+    assert step_profile.longest_kernels(events)[0] == {"name": "gemm", "seconds": pytest.approx(2e-4), "count": 2}
+    assert step_profile.as_table(phases)[2].startswith("| rest | 0.6 ms | 0.1 ms | 0.5 ms | 1 | 1 | 0 | 0 |")
+
+
+def test_splits_that_disagree_and_seeds_that_agree_fail():
+    figures = {"one process": 0.0, "another seed": 1.2, "gloo, micro-batches of 8": 1e-6, "nccl": "Duplicate GPU"}
+    assert two_ranks.verdict(figures) == {}
+    for split, figure in (("another seed", 0.0), ("gloo, micro-batches of 8", 0.1), ("one process", "killed")):
+        assert two_ranks.verdict(figures | {split: figure})["status"] == "failed"
+
+
+def test_a_measurement_without_a_gpu_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["measure"])
+    monkeypatch.setattr(measure.torch.cuda, "is_available", lambda: False)
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit):
+        measure.arguments()
+    assert "there is no CUDA device; --toy rehearses on the CPU" in capsys.readouterr().err
 
 
 @pytest.mark.full
 def test_a_rehearsal_runs_every_part(tmp_path):
     file = tmp_path / "gpu.json"
     # three times what a GPU gets: a part has its share of it, also on a machine that does other work
-    command = [sys.executable, "-m", "tests.gpu.measure", "--toy", "--output", str(file), "--seconds", "3600"]
+    arguments = ["--toy", "--parts", "tests,figures", "--output", str(file), "--seconds", "7200"]
+    command = [sys.executable, "-m", "tests.gpu.measure", *arguments]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     found = json.loads(file.read_text())
-    assert (done.returncode, found["not_finished"]) == (0, [])
-    assert list(found["parts"]) == [part.name for part in measure.PARTS]
+    assert list(results.problems(found)) == []
+    assert (done.returncode, {part["status"] for part in found["parts"].values()}) == (0, {"done"})
+    assert list(found["parts"]) == [part.name for part in parts.PARTS]
     tests = {name: part["passed"] for name, part in found["parts"].items() if name in TEST_PARTS}
     assert sum(tests.values()) > 300
     assert {name for name, passed in tests.items() if not passed} == {"flex attention"}
-    for part in measure.PARTS:
+    for part in parts.PARTS:
         runs = found["parts"][part.name].get("runs", {})
         assert list(runs) == [one.name for one in part.runs]
-        for one, result in zip(part.runs, runs.values()):
-            rows = measure.toy(one).shape.groups * 4
-            assert (result["steps"], result["micro_batch"]) == (measure.ROUNDS, rows)
-            assert one.forward is None or result["form"] == one.forward
+        assert found["parts"][part.name].get("ratios", {}).keys() == {
+            name for name, pair in part.ratios.items() if {*pair} <= {*runs}
+        }
+        for one, result in zip(map(steps.toy, part.runs), runs.values()):
+            rows = one.shape.groups * one.shape.group
+            assert (result["steps"], result["micro_batch"]) == (one.rounds, one.micro or rows)
+            assert "forward" not in one.options or result["form"] == one.options["forward"]
             assert result["seconds"] > 0
             assert result["peak_mib"] > result["working_mib"] > 0
             assert ("planned_mib" in result) == (one.who == OURS and not one.shape.sample)
+    assert {*found["parts"]["profile"]["figures"]["phases"]} >= {"forward", "backward", "optimizer", "sampling"}
