@@ -111,7 +111,7 @@ GPU_PYTHON ?= 3.12
 wheels-gpu:  ## with a network: fill wheels/ for `make test-gpu` on a machine without (GPU_PYTHON=3.12, its Python)
 	@$(PYTHON) -m tests.gpu.environment --download $(GPU_PYTHON)
 
-test-gpu:  ## on a GPU, in at most 20 minutes and without a network: tests/gpu and the bench, into gpu.json (TOY=1: a rehearsal)
+test-gpu:  ## on a GPU, in at most 20 minutes and without a network: tests/gpu, into gpu.json (ARGS="--parts figures": speed; TOY=1)
 	@$(PYTHON) -m tests.gpu.environment
 	@$(GPU)/bin/python -m tests.gpu.measure $(if $(TOY),--toy) $(ARGS)
 
@@ -124,7 +124,7 @@ $(REHEARSAL)/.ready: tests/gpu/machine.txt
 	@touch $@
 
 rehearse-gpu: $(REHEARSAL)/.ready wheels-gpu  ## test-gpu at toy size, in an environment that holds what such a machine does
-	@$(MAKE) --no-print-directory test-gpu TOY=1 PYTHON=$(REHEARSAL)/bin/python
+	@$(MAKE) --no-print-directory test-gpu TOY=1 PYTHON=$(REHEARSAL)/bin/python ARGS="--parts tests,figures --seconds 7200 $(ARGS)"
 
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)

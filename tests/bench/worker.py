@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from grpo_ext.run.log import peak_memory_mib
 from grpo_ext.runtime.quiet import quiet_libraries
+from grpo_ext.sampling.turn import Turn
 from grpo_ext.tools.stock import OURS, stock_config
 
 from .shapes import PHASES, Shape
@@ -80,6 +81,10 @@ class FixedRollouts:
             used[group] += 1
         return result, None
 
+    def turns(self, transcripts: Sequence[Any], *args: Any) -> list[Turn]:
+        """What an engine of ours returns; an override of `_generate_single_turn` is refused in bitwise mode."""
+        return [Turn(ids) for ids in self.generate([row.prompt_ids for row in transcripts])[0]]
+
     def reward(self, completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         return [self.rewards.get(tuple(ids), float(len(ids))) for ids in completion_ids]
 
@@ -129,6 +134,10 @@ def _now() -> float:
     return time.perf_counter()
 
 
+def bitwise(spec: dict[str, Any]) -> bool:
+    return bool(spec["options"].get("bitwise_invariant"))
+
+
 def make_trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any) -> tuple[Any, FixedRollouts]:
     import trl
     from datasets import Dataset
@@ -173,7 +182,9 @@ def make_trainer(spec: dict[str, Any], shape: Shape, folder: str, callback: Any)
         peft_config=trl.get_peft_config(of_model),
         callbacks=[callback],
     )
-    if not shape.samples:
+    if bitwise(spec):
+        trainer._rollouts.worker.engine.generate = rollouts.turns
+    elif not shape.samples:
         trainer._generate_single_turn = rollouts.generate
     return trainer, rollouts
 
@@ -246,9 +257,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer, rollouts = make_trainer(spec, shape, folder, server)
         server.tokens = _counting(trainer) if shape.whole else lambda: rollouts.tokens
-        server.time(trainer, "_generate_single_turn", lambda: "rollout")
-        scoring = "_get_per_token_logps_and_entropies"
-        server.time(trainer, scoring, lambda: None if torch.is_grad_enabled() else "log-probs")
+        if not bitwise(spec):  # these are overrides too
+            server.time(trainer, "_generate_single_turn", lambda: "rollout")
+            scoring = "_get_per_token_logps_and_entropies"
+            server.time(trainer, scoring, lambda: None if torch.is_grad_enabled() else "log-probs")
         server.time(trainer, "_prepare_inputs", lambda: "prepare")
         server.time(trainer, "training_step", lambda: "step")
         model = base_model_of(trainer.model)

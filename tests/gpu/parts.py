@@ -11,7 +11,7 @@ from grpo_ext.tools.stock import OURS, STOCK
 from tests.bench.shapes import Shape
 from tests.support.gpu import TEST_PARTS
 
-from .steps import MODELS, Run
+from .steps import BATCHED, MODELS, Run
 
 MINUTES = 20
 
@@ -100,7 +100,7 @@ SAMPLED = tuple(
 SAMPLERS = (
     (OURS, "", {}),
     (STOCK, "generate", {}),
-    (STOCK, "continuous batching", {"use_transformers_continuous_batching": True}),
+    (STOCK, "continuous batching", {BATCHED: True}),
 )
 SAMPLING_RUNS = tuple(Run(shape, *who, rounds=1, warm_up=0) for shape in SAMPLED for who in SAMPLERS)
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,14 @@ def write(path: Path, result: Mapping[str, Any]) -> None:
 
 def worst(statuses: list[str]) -> str:
     return next((status for status in WORST_FIRST if status in statuses), DONE)
+
+
+def reason_in(errors: str) -> str:
+    """The line of a process's errors that says why it ended: the last one of an exception, or the last one at all."""
+    lines = errors.strip().splitlines() or [""]
+    of_memory = [line for line in lines if "out of memory" in line.lower()]
+    exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+    return (of_memory or exceptions or lines)[-1]
 
 
 def problems(result: Mapping[str, Any]) -> Iterator[str]:

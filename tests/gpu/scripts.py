@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .results import DONE, FAILED, LATE
+from .results import DONE, FAILED, LATE, reason_in
 
 
 def run_script(name: str, is_toy: bool, seconds: float) -> dict[str, Any]:
@@ -35,12 +35,12 @@ def run_script(name: str, is_toy: bool, seconds: float) -> dict[str, Any]:
             _end_group(process)
         written = json.loads(file.read_text()) if file.exists() else {}
         errors.seek(0)
-        lines = errors.read().strip().splitlines()
+        reason = reason_in(errors.read())
     result = {"status": DONE, "figures": {}} | written
     if status is None:
         return result | {"status": LATE, "reason": f"the script {name} did not end in {seconds:.0f} s"}
     if status != 0:
-        return result | {"status": FAILED, "reason": (lines or [f"it ended with status {status}"])[-1]}
+        return result | {"status": FAILED, "reason": reason or f"it ended with status {status}"}
     return result
 
 

@@ -23,9 +23,10 @@ from tests.bench.measuring import Worker, spec_of
 from tests.bench.shapes import MODELS as REAL
 from tests.bench.shapes import Shape, decoder
 
-from .results import DONE, FAILED, LATE, RUNNING, TOO_LARGE, WAITING, worst
+from .results import DONE, FAILED, LATE, RUNNING, TOO_LARGE, WAITING, reason_in, worst
 
 ROUNDS = 3
+BATCHED = "use_transformers_continuous_batching"
 LORA_RANK = 16  # trl's default
 QWEN3 = {  # hidden, inner, layers, heads, heads of keys
     "qwen3-0.6b": (1024, 3072, 28, 16, 8),
@@ -70,7 +71,10 @@ def toy(run: Run) -> Run:
     }
     small = replace(shape, **sizes)
     micro = None if run.micro is None else min(run.micro, small.groups * small.group)
-    return replace(run, shape=small, model="toy", micro=micro)
+    # else continuous batching takes half of the machine's memory for its keys and values
+    cache = {"transformers_continuous_batching_config": {"num_blocks": 64, "max_batch_tokens": 64}}
+    options = {**run.options, **(cache if BATCHED in run.options else {})}
+    return replace(run, shape=small, model="toy", micro=micro, options=options)
 
 
 def say(text: str) -> None:
@@ -143,9 +147,7 @@ def _steps(run: Run, spec: dict[str, Any], end: float) -> tuple[list[dict[str, A
                     steps.append(worker.step())
         except (LaunchError, OSError) as error:  # it ended, or was ended
             errors.seek(0)
-            lines = errors.read().strip().splitlines()
-            short = [line for line in lines if "out of memory" in line.lower()]  # not always in the last line
-            return steps, (short or lines or [str(error)])[-1]
+            return steps, reason_in(errors.read()) or str(error)
     return steps, None
 
 

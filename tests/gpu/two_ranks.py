@@ -17,7 +17,7 @@ from tests.support.gpu import TOY
 from tests.support.launch import ROOT, environment
 from tests.support.trainers import change, error, make
 
-from .results import FAILED, write
+from .results import FAILED, reason_in, write
 
 SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "bf16": False, "max_steps": 2}
 AGREE, DIFFERENT = 1e-3, 1e-2  # between splits, as between micro-batches on a GPU; another seed
@@ -56,8 +56,7 @@ def updated(split: str, seconds: float) -> torch.Tensor | str:
             return f"it did not end in {seconds:.0f} s"
         if done.returncode == 0:
             return torch.load(Path(folder, "update.pt"))
-        lines = [line for line in done.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
-        return (lines or done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        return reason_in(done.stderr.partition("ChildFailedError")[0]) or f"it ended with status {done.returncode}"
 
 
 def main(file: Path, seconds: float) -> None:

@@ -22,7 +22,7 @@ from tests.support.launch import ROOT, environment
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, change, make
 
-from .results import FAILED, NOT_RUN, write
+from .results import FAILED, NOT_RUN, reason_in, write
 
 SETTINGS: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
 SETTINGS |= {"vllm_max_model_length": 128, "max_completion_length": 16, "per_device_train_batch_size": 8}
@@ -77,14 +77,14 @@ def main(file: Path, seconds: float) -> None:
             try:
                 env = environment(**quiet)
                 done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-                lines = done.stderr.strip().splitlines()
+                reason = reason_in(done.stderr)
             except subprocess.TimeoutExpired:
-                lines = [f"it did not end in {seconds:.0f} s"]
+                reason = f"it did not end in {seconds:.0f} s"
             result = Path(folder, "result.json")
             if result.exists():
                 figures[case] = json.loads(result.read_text())
             else:
-                failed[case] = (lines or ["it ended without a result"])[-1]
+                failed[case] = reason or "it ended without a result"
         write(file, {"figures": figures})
     reason = "; ".join(f"{case}: {line}" for case, line in failed.items())
     write(file, {"figures": figures, **({"status": FAILED, "reason": reason} if failed else {})})
