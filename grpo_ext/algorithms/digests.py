@@ -115,7 +115,8 @@ def _signs(key: int, count: int) -> torch.Tensor:
 def _table(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Factors (B,) of the elements of a block, signs (R, P) of those of a row, and (K, P) of its rows."""
     factors_B = _factors(0, _BLOCK).int()  # the lower bits
-    of_row, of_rows = (_signs(key, size).double() for key, size in ((0, _ROW), (1 << 32, _BLOCK // _ROW)))
+    # float32 as most weights are, which then need no conversion
+    of_row, of_rows = _signs(0, _ROW).float(), _signs(1 << 32, _BLOCK // _ROW).double()
     return factors_B.to(device), of_row.to(device), of_rows.to(device)
 
 

@@ -60,6 +60,17 @@ def test_chunks_of_a_parameter_do_not_matter(monkeypatch):
     torch.testing.assert_close(whole.projections, parts.projections)
 
 
+@pytest.mark.parametrize("size", [5, 1024, 1030, (1 << 16) - 3, (1 << 16) + 5])
+def test_zeros_after_the_last_element_add_nothing(size):
+    """So a parameter smaller than a block need not be padded to one."""
+    values = drawn()[:size]
+    padded = torch.nn.functional.pad(values, (0, 3 * (1 << 16) - size))
+    assert digest_of(values).total == digest_of(padded).total
+    # float32 sums of 1,024 elements of about 0.05, in another order
+    torch.testing.assert_close(digest_of(values).projections, digest_of(padded).projections, rtol=0, atol=1e-5)
+    assert digest_of(values[:-1]).total != digest_of(values).total
+
+
 def test_projections_estimate_how_far_apart_weights_are():
     values, estimates = drawn(), []
     for seed in range(100):

@@ -61,6 +61,15 @@ def test_the_first_difference_that_is_rounding_is_named():
     assert (found.begins.stage, found.begins.step) == ("weights", 1)
 
 
+def test_the_same_weights_with_projections_that_round_otherwise_are_the_same():
+    runs = trail(0.5, 1.0), trail(0.5, 1.0)
+    for line in runs[1].steps.values():
+        line["weights"]["g"][1] = [place + 1e-6 for place in line["weights"]["g"][1]]
+    assert compare_trails(*runs, half=False).verdict == "same bits"
+    runs[1].steps[0]["weights"]["g"][0] = "another digest"
+    assert compare_trails(*runs, half=False).first.what == "those at the start differ"
+
+
 @pytest.mark.parametrize(("step", "verdict"), [(1, "different"), (2, "rounding")])
 def test_values_of_the_first_step_differ_less_in_half_precision(step, verdict):
     """Weights and completions are the same there."""
