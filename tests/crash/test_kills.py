@@ -1,6 +1,6 @@
 """Runs that are killed at random, again and again, and end with the bits of the run that was left alone.
 
-`make test` kills two runs at chosen moments (tests/invariance/test_resume.py), `make test-full` three of these,
+`make test` kills a run at a chosen moment (tests/invariance/test_resume.py), `make test-full` three of these,
 `make test-crash` 50. The seed is in the output, and repeats it all.
 """
 
@@ -18,9 +18,10 @@ from grpo_ext.errors import LaunchError
 from grpo_ext.run.checkpoint import checkpoints, why_broken, why_not_resumable
 from tests.support.cases import Bench
 from tests.support.kills import MOMENTS, dying, dying_after
-from tests.support.launches import STEPS, Trained, long_run, run_all
+from tests.support.launches import Trained, long_run, run_all
 from tests.support.tiny import letter_reward
 
+STEPS = 24  # of `long_run`: two epochs of 22 prompts, in rollouts of 8, 8 and 6
 SEED = int(os.environ.get("CRASH_SEED", "20"))
 LONGEST = {1: 2.5, 2: 4.0}  # seconds from the first rewards to the end of such a run, about
 MAIN_ONLY = ("writing", "listing", "syncing", "publishing")

@@ -81,10 +81,22 @@ CASES: dict[tuple[str, str], Callable[[], Any]] = {
 }
 
 
+# what runs in groups of four without --full; all else in pairs
+IN_FOURS = {
+    *(("qwen2", shape) for shape in ("one", "first_tokens")),
+    *((kind, "groups") for kind in ("llama", "qwen3", "mistral", "gemma2", "moe", "gpt_oss", "afmoe")),
+    *{("longrope", "long"), ("router", "masked_out")},
+}
+
+
+def cases_of(size: int, full: bool) -> list[tuple[str, str]]:
+    """The cases that run in groups of a size: all of them with --full, otherwise each in groups of one size."""
+    return [case for case in CASES if full or (case in IN_FOURS) is (size == 4)]
+
+
 def of_kinds(group: SequenceGroup) -> dict[tuple[str, str], list[float]]:
-    """Of every case with --full; otherwise of every second one, so that each runs in groups of one size."""
-    found, cases = {}, [*CASES] if spared.FULL in os.environ else [*CASES][SIZES.index(group.size) :: len(SIZES)]
-    for kind, shape in cases:
+    found = {}
+    for kind, shape in cases_of(group.size, spared.FULL in os.environ):
         policy, rows = CASES[kind, shape](), rows_of(*SHAPES[shape])
         found[kind, shape] = differences(policy, rows, group, with_router=kind == "router")
     return found

@@ -77,11 +77,10 @@ FP16 = {"fp16": True, "per_device_train_batch_size": 4, "max_steps": 4}
 REPLAYED = {"top_p": 0.8, "sampling_mask": "replay", "rollout_chunk_size": 8}  # two calls for each process
 ROUTED = {"routing_replay": True, "gradient_checkpointing": True, "num_iterations": 2, "max_steps": 2}
 IMAGES = {"beta": 0.1, "gradient_checkpointing": True, **SAVED, "max_steps": 2}
-# what `make test` runs under FSDP2, but for `FULL`
+# what `make test` runs under FSDP2
 FEW = [
     Job("saved", SAVED),
     Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2, **REPLAYED}),
-    Job("routed", ROUTED, model="moe"),
     Job("few", FEW_ROWS),  # one group: others have none
     Job("teacher", {**REPLAYED, "num_generations": 4, "max_steps": 2}, teacher="moe"),
     Job("whole", {"max_steps": 1}, whole=True),  # the control of FSDP2's gradients
@@ -90,14 +89,13 @@ FEW = [
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("spoiled", SAVED, spoiled=True),
     Job("fp16", FP16),  # with an overflow on the last process
-    Job("shared", {"beta": 0.1, "gradient_checkpointing": True, "max_steps": 2}, model="moe", shared=True),
+    Job("shared", {"beta": 0.1, **ROUTED}, model="moe", shared=True),
     Job("resumed", {}, resume="saved/checkpoint-1"),
     Job("again", SAVED, again="saved"),
     Job("shards", LAST, env=SHARDS),  # last: the environment stays
 ]
-# of these with --full alone: others train a mixture of experts, and LoRA
-FULL = ("routed", "lora_dropout")
 ALL = [
+    Job("routed", ROUTED, model="moe"),
     Job("budget", {"micro_batch_tokens": 60, "loss_type": "grpo"}),
     Job("images_few", FEW_ROWS, prompts=8, model="idefics3"),
     Job("changed", {**FEW_ROWS, "beta": 0.1}, changed=True),
@@ -195,8 +193,6 @@ def launches(folder, request):
         whole = processes == 3 or (engine == "single" and full)
         run = folder / f"{engine}_{processes}"  # with all jobs, of the launcher's own interpreters
         jobs = [job for job in (ALL if whole else FEW) if engine == "fsdp2" or not job.whole]
-        if not full:
-            jobs = [job for job in jobs if job.name not in FULL]
         if engine == "zero3":  # refuses it
             jobs = [job for job in jobs if job.start is True]
         if engine.startswith("zero"):  # has a loss scale of its own

@@ -31,8 +31,13 @@ def test_slices_give_the_scores_and_gradients_of_the_whole_pack(ranks, size):
             assert max(found) <= (SAME_ALGEBRA if exact else UPDATE), f"{kind}, {shape}: {found}"
 
 
-def test_every_case_was_run_in_groups_of_some_size(ranks):
-    assert {case for size in SIZES for case in ranks[0]["kinds", size]} == {*slices.CASES}
+def test_every_case_was_run_and_with_full_in_groups_of_both_sizes(ranks, request):
+    pairs, fours = ({*ranks[0]["kinds", size]} for size in SIZES)
+    assert pairs | fours == {*slices.CASES}
+    if request.config.getoption("--full"):
+        assert pairs == fours
+    else:
+        assert fours == slices.IN_FOURS
 
 
 @pytest.mark.parametrize("size", SIZES)

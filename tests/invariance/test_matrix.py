@@ -11,7 +11,7 @@ from grpo_ext.tools.check.worker import build, train
 from grpo_ext.tools.stock import OURS, STOCK
 from tests.support.cases import CASES, FULL, SETTINGS, Bench
 from tests.support.float64 import float64_throughout
-from tests.support.launches import REFERENCE, SIZES, Launches, describe_difference, metric_difference
+from tests.support.launches import REFERENCE, SIZES, Launches, another_seed, describe_difference, metric_difference
 from tests.support.tiny import STOCK_SCORES, stock_scores
 from tests.tolerances import DIFFERENT, METRIC, METRIC_BFLOAT16, UPDATE, UPDATE_BFLOAT16, UPDATE_FLOAT64
 
@@ -33,10 +33,6 @@ def splits_of(name: str) -> list[tuple[int, int]]:
 
 STOCK_CONTROLS = [("bnpo", 1, 4), ("grpo", 2, 8)]
 FULL_CONTROLS = [("moe", 1, 4), ("quantile", 1, 4), ("entropy", 1, 4), ("gpt2", 2, 8), ("cispo", 2, 8)]
-
-
-def another_seed(bench: Bench, name: str) -> Run:
-    return bench.run(name, REFERENCE, name=f"other-{name}", seed=4)
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +111,7 @@ def test_default_adam_agrees_to_rounding_in_float64(tmp_path):
         assert (error := update_error(a, b)) <= UPDATE_FLOAT64, f"{name}: {error:.2e}, {describe_difference(a, b)}"
 
 
-@pytest.mark.parametrize(
-    ("name", "floor"), [("grpo", DIFFERENT), pytest.param("kl_bf16", 2 * UPDATE_BFLOAT16, marks=full)]
-)
+@pytest.mark.parametrize(("name", "floor"), [("grpo", DIFFERENT), ("kl_bf16", 2 * UPDATE_BFLOAT16)])
 def test_another_seed_learns_something_else(launches, name, floor):
     reference = launches.result(1, launches.bench.run(name, REFERENCE))
     other = launches.result(1, another_seed(launches.bench, name))

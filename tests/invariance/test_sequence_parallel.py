@@ -10,8 +10,8 @@ from grpo_ext.tools.check.comparison import update_error
 from grpo_ext.tools.check.runs import Run
 from tests.support.cases import CASES, Bench
 from tests.support.kills import dying, failing_on, out_of_memory, sampling_fails_on
-from tests.support.launches import REFERENCE, Launches, describe_difference, metric_difference, run_all
-from tests.tolerances import METRIC, UPDATE
+from tests.support.launches import REFERENCE, Launches, another_seed, describe_difference, metric_difference, run_all
+from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 full = pytest.mark.full
 # what runs no packs, or runs beside training
@@ -45,10 +45,15 @@ def splits() -> list:
 def launches(tmp_path_factory, request) -> Launches:
     together = Launches(Bench(tmp_path_factory.mktemp("shared")))
     for item in request.session.items:
-        if item.module is request.module and hasattr(item, "callspec") and "members" in item.callspec.params:
-            name, processes, members, size = item.callspec.params.values()
-            together.plan(1, together.bench.run(name, REFERENCE))
-            together.plan(processes, shared_run(together.bench, name, members, size))
+        params = item.callspec.params if item.module is request.module and hasattr(item, "callspec") else {}
+        if "name" not in params:
+            continue
+        together.plan(1, together.bench.run(params["name"], REFERENCE))
+        if "members" in params:
+            shared = shared_run(together.bench, params["name"], params["members"], params["size"])
+            together.plan(params["processes"], shared)
+        else:
+            together.plan(1, another_seed(together.bench, params["name"]))
     return together
 
 
@@ -63,6 +68,13 @@ def test_the_update_is_the_same_where_processes_share_completions(launches, name
     gap, metric = metric_difference(reference.log, shared.log)
     assert gap <= METRIC, f"{metric} differs by {gap:.2e}"
     assert sum(float(d.norm()) for d in reference.delta.values()) > 1e-4
+
+
+@pytest.mark.parametrize("name", ["cut_moe", "kl_bf16"])  # of others: test_matrix.py
+def test_another_seed_learns_something_else(launches, name):
+    reference = launches.result(1, launches.bench.run(name, REFERENCE))
+    other = launches.result(1, another_seed(launches.bench, name))
+    assert update_error(reference.delta, other.delta) > DIFFERENT
 
 
 def test_a_member_without_memory_ends_the_run_and_says_what_helps(tmp_path: Path):

@@ -114,18 +114,21 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory, cache, by_accelerate):
-    """The folder of two demos, the files of the first before and after the second, and what that one printed."""
+    """The folder of an empty "demo-1" and two demos, the files of the first of both before and after the second, and
+    what that one printed."""
     folder = tmp_path_factory.mktemp("demos")
+    (folder / "runs" / "demo-1").mkdir(parents=True)
     run_recipe(folder, cache, *SMALL, *SAVES, "--max_steps", "1")
-    before = contents(folder / "runs" / "demo-1")
+    before = contents(folder / "runs" / "demo-2")
     second = by_accelerate(folder, *SMALL, *SAVES, "--max_steps", "2")
-    return folder, (before, contents(folder / "runs" / "demo-1")), second
+    return folder, (before, contents(folder / "runs" / "demo-2")), second
 
 
 def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(demos):
     folder, (before, after), second = demos
     assert before == after != {}
-    assert (folder / "runs" / "demo-2" / "model.safetensors").is_file()
+    assert list((folder / "runs" / "demo-1").iterdir()) == []
+    assert (folder / "runs" / "demo-3" / "model.safetensors").is_file()
     assert len(re.findall(r"^step +\d/2 .*held out exact match 0\.\d\d +reward", second.stdout, re.M)) == 2
     assert "{'" not in second.stdout, "a dictionary was dumped"
     # forked processes have loaded them
@@ -136,15 +139,15 @@ def test_a_demo_that_is_resumed_goes_on_in_its_folder(demos, cache):
     """By its path, and by "auto", which means the newest demo, as "latest" does."""
     folder, _, _ = demos
     longer = [*SMALL, *SAVES, "--allow_changed_on_resume", "max_steps", "--max_steps"]
-    run_recipe(folder, cache, *longer, "2", "--resume_from_checkpoint", "runs/demo-1/checkpoint-1")
+    run_recipe(folder, cache, *longer, "2", "--resume_from_checkpoint", "runs/demo-2/checkpoint-1")
     result = run_recipe(folder, cache, *longer, "3", "--resume_from_checkpoint", "auto")
     assert "Next, the same run on two processes" not in result.stdout
-    metrics = json.loads((folder / "runs" / "demo-2" / "metrics.json").read_text())
+    metrics = json.loads((folder / "runs" / "demo-3" / "metrics.json").read_text())
     for curve in ("exact_match_by_step", "seconds_by_step"):
         assert list(metrics[curve]) == ["0", "1", "2", "3"]  # of all starts that ended
     saved = {path.name: [c.name for c in checkpoints(path)] for path in (folder / "runs").iterdir()}
     names = [f"checkpoint-{n}" for n in (1, 2, 3)]
-    assert saved == {"demo-1": names[:2], "demo-2": names}
+    assert saved == {"demo-1": [], "demo-2": names[:2], "demo-3": names}
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,17 @@ class Launches:
         return self.done[processes, run.name]
 
 
+def another_seed(bench: Bench, name: str) -> Run:
+    """The negative control of a case: its run in one process and one micro-batch, with another seed."""
+    return bench.run(name, REFERENCE, name=f"other-{name}", seed=4)
+
+
 SAVE = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 2}
-# two epochs of 22 prompts in rollouts of 8, 8 and 6 prompts, steps of 4 (the last one of 2), each rollout used twice
+# two epochs of rollouts of 8 prompts, the last one with what is left, in steps of 4, each rollout used twice
 LONG = {"rollout_batch_size": 32, "num_iterations": 2, "num_train_epochs": 2, "max_steps": -1, "beta": 0.05, **SAVE}
-STEPS = 24
 
 
-def assert_same_run(one: Trained, other: Trained, step: int = 0, steps: int = STEPS) -> None:
+def assert_same_run(one: Trained, other: Trained, step: int, steps: int) -> None:
     """Assert that a run of `steps` steps and one that went on after `step` have the same bits and log lines."""
     assert one.error is None, one.error
     assert other.error is None, other.error

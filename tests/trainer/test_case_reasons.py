@@ -101,7 +101,7 @@ def test_an_epsilon_that_the_optimizer_does_not_have_is_not_a_case(tmp_path):
 
 def test_a_rate_of_zero_moves_nothing_and_says_so(tmp_path):
     folder = trained(tmp_path / "run", reward=letters)
-    [compared] = rerun(folder, 3, {"learning_rate": 0.0}, reward=letters).cases
+    [compared] = rerun(folder, 2, {"learning_rate": 0.0}, reward=letters).cases
     assert "nan" not in compared["text"]
     assert "all weights: gradient cosine 1.0000, norm x 1; update zero in the case" in compared["text"]
 
@@ -109,7 +109,7 @@ def test_a_rate_of_zero_moves_nothing_and_says_so(tmp_path):
 def test_a_case_that_is_named_twice_is_refused(tmp_path):
     folder = trained(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"cases: delta=2\.0 is named twice; leave one of them out"):
-        make(folder, **RUN).rerun(3, cases=[{"delta": 2.0}, {"epsilon": 0.1}, {"delta": 2.0}])
+        make(folder, **RUN).rerun(2, cases=[{"delta": 2.0}, {"epsilon": 0.1}, {"delta": 2.0}])
 
 
 def test_a_rate_of_the_optimizers_own_is_not_a_case(tmp_path):

@@ -71,7 +71,7 @@ BFLOAT16 = (trainer_module, "repair_set_up", lambda trainer, before: None)  # ad
 
 
 def test_the_update_does_not_depend_on_the_split(tmp_path, base, monkeypatch):
-    """Of plain adapters of 4 and 8 bits the matrix shows it."""
+    """DoRA over 4 bits and a plain adapter over 8; a plain one over 4 bits has dropout below."""
 
     def of(size: int, **changes: Any) -> torch.Tensor:
         kl = {"beta": 0.1, "rollout_batch_size": 16, "max_steps": 2}
@@ -80,6 +80,8 @@ def test_the_update_does_not_depend_on_the_split(tmp_path, base, monkeypatch):
 
     whole = of(8)
     assert error(whole, of(3)) <= UPDATE
+    eight = {"quantise": BITS[8], "adapter": lora(), "max_steps": 1}
+    assert error(of(8, **eight), of(3, **eight)) <= UPDATE
     assert error(whole, of(8, seed=4)) > UPDATE_BFLOAT16
     assert error(whole, of(8, quantise=None)) > DIFFERENT  # the weights are quantised
     monkeypatch.setattr(*BFLOAT16)

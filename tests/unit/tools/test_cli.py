@@ -146,6 +146,12 @@ def test_options_are_those_of_the_class_where_its_source_is_not_understood_or_it
     assert kinds_of_options()[1] is GRPOConfig
 
 
+@pytest.mark.full  # the libraries of a training run are imported
+def test_a_command_whose_options_are_those_of_the_class_loads_it():
+    unknown = "from grpo_ext.tools import config_source; config_source._NAMES = {}"
+    assert "torch" in loaded_by(["plan"], first=unknown)
+
+
 ENDS = f"""
 import runpy, sys
 script, *options = sys.argv[1:]
