@@ -70,7 +70,7 @@ def test_the_update_is_the_same_where_processes_share_completions(launches, name
     assert sum(float(d.norm()) for d in reference.delta.values()) > 1e-4
 
 
-@pytest.mark.parametrize("name", ["cut_moe", "kl_bf16"])  # of others: test_matrix.py
+@pytest.mark.parametrize("name", ["cut_moe"])  # of kl_bf16 and float32 without experts: test_matrix.py
 def test_another_seed_learns_something_else(launches, name):
     reference = launches.result(1, launches.bench.run(name, REFERENCE))
     other = launches.result(1, another_seed(launches.bench, name))

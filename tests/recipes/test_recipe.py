@@ -87,7 +87,9 @@ def own_task(tmp_path):
     return [*names, *columns, *ONE_STEP, "--bf16", "False", "--max_completion_length", "4"]
 
 
-@pytest.mark.full  # a minute and more; the notebook's 35 steps and the adapter's 20 show the gain in `make test`
+# a minute and more, from the model that users get; `make test` shows an adapter's gain in 20 steps from that of a
+# shorter warm start (conftest.py)
+@pytest.mark.full
 def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(by_accelerate, tmp_path, cache, monkeypatch):
     monkeypatch.setenv("GRPO_EXT_CACHE", str(cache))
     result = by_accelerate(tmp_path)
@@ -168,6 +170,7 @@ def test_the_demo_takes_adapters_and_other_rewards(launch, tmp_path, name, rewar
     assert logged == {f"rewards/{reward}/{what}" for reward in rewards for what in ("mean", "std")}
     assert (folder / ("adapter_model.safetensors" if name == "lora" else "model.safetensors")).is_file()
     if gain is not None:
+        assert 0.1 < metrics["exact_match_before"] < 0.35  # also after the shorter warm start
         assert metrics["exact_match_after"] >= metrics["exact_match_before"] + gain
 
 

@@ -1,9 +1,9 @@
 """The matrix: what is trained, under which splits, and where stock TRL is known to differ.
 
-Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes those outside `FULL`, in one
-process with one micro-batch and on several with a smaller one: losses that divide by tokens of the completion, of the
-step or by a constant, by prompts and by sequences; a user's loss; a teacher; KL in bfloat16; a trust region with a mask
-of off-policy completions; steps that cut groups; the prefix form; convolutions beside attention, images, LoRA with
+Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes those outside `FULL`, in
+one process with one micro-batch and on several with a smaller one: losses that divide by tokens of the completion, of
+the step or by a constant, by prompts and by sequences; a user's loss; a teacher; KL in bfloat16; a trust region with a
+mask of off-policy completions; steps that cut groups; the prefix form; convolutions beside attention, images, LoRA with
 dropout; a rollout function; an evaluation. `make test-full` takes all cases, each with one micro-batch size for each
 number of processes. That any partition of a step adds up for every loss type and term is proved without a trainer
 (tests/unit/algorithms/test_losses.py).
@@ -133,7 +133,10 @@ CASES = {
     ),
     "hybrid_mamba": Case({"beta": 0.1, "micro_batch_tokens": 60, **TWO_STEPS}, model="falcon_h1"),
     "hybrid_moe": Case({"gradient_checkpointing": True, **TWO_STEPS}, model="qwen3_next"),
-    "prefix": Case({"forward": "prefix", "top_entropy_quantile": 0.5, "ddp_static_graph": True, **CUT, "max_steps": 5}, model="llama"),
+    "prefix": Case(
+        {"forward": "prefix", "top_entropy_quantile": 0.5, "ddp_static_graph": True, **CUT, "max_steps": 5},
+        model="llama",
+    ),
     **QUANTISED,
     "images": Case({"beta": 0.1, "rollout_batch_size": 32}, "llava", rewards=(picture_reward,), prompts=8),
     # on four processes each samples one prompt, of which some have no image
@@ -172,7 +175,13 @@ CASES = {
     "optimal_baseline": Case({"advantage_estimator": "optimal_baseline", **CUT}),
     # thresholds that leave out some tokens and completions, not all; probabilities of a vocabulary of 32 are small
     "trust_tv": Case(
-        {"trust_region": "tv", "trust_region_threshold": 2e-3, "off_policy_mask_threshold": 1e-4, **REUSED}
+        {
+            "trust_region": "tv",
+            "trust_region_threshold": 2e-3,
+            "off_policy_mask_threshold": 1e-4,
+            **REUSED,
+            "max_steps": 3,
+        }
     ),
     "trust_kl": Case(
         {"trust_region": "kl", "trust_region_threshold": 5e-5, "loss_type": "dr_grpo", "rollout_lag": 1, "max_steps": 5}
