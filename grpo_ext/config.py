@@ -285,8 +285,6 @@ class GRPOConfig(trl.GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.allow_changed_on_resume, str):  # one name, not its letters
-            self.allow_changed_on_resume = [self.allow_changed_on_resume]
         for name, value in vars(self).items():
             if isinstance(value, np.generic):  # sizes and records take Python's numbers
                 setattr(self, name, value.item())
@@ -339,6 +337,12 @@ class GRPOConfig(trl.GRPOConfig):
         check_ahead(settings)
         if self.bitwise_invariant:
             check_bitwise(settings)
+
+    @property
+    def may_change(self) -> set[str]:
+        """The names in `allow_changed_on_resume`, which may be set to one text."""
+        names = self.allow_changed_on_resume or ()
+        return {names} if isinstance(names, str) else set(names)
 
     @property
     def replay(self) -> Replay:

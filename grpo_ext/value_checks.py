@@ -9,6 +9,7 @@ import inspect
 import math
 import os
 import re
+from numbers import Real
 from typing import Any
 
 import trl
@@ -70,7 +71,9 @@ def check_kind(spec: dataclasses.Field[Any], value: Any, own: bool) -> None:
 def check_values(settings: Settings) -> None:
     check_ranges(settings)
     weights = settings["reward_weights"] or ()
-    if not isinstance(weights, list | tuple) or not all(map(math.isfinite, weights)):
+    if not isinstance(weights, list | tuple) or not all(
+        isinstance(weight, Real) and math.isfinite(weight) for weight in weights
+    ):
         raise ConfigError(f"reward_weights={weights!r}: use a list of finite numbers; 0 leaves a reward out.")
     check_sequence_parallel(settings)
     optim = str(getattr(settings["optim"], "value", settings["optim"]))

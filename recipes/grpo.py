@@ -8,7 +8,6 @@ ModelConfig.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -37,12 +36,13 @@ from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.demo import EMBEDDED
 from grpo_ext.demo.task import Demo, DemoTask
-from grpo_ext.errors import ConfigError, GrpoExtError, counted
+from grpo_ext.errors import ConfigError, GrpoExtError, counted, did_you_mean
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints, folder_beside, run_to_resume
 from grpo_ext.run.trail_comparison import SAME
 from grpo_ext.runtime.collectives import from_main_process
 from grpo_ext.runtime.quiet import quiet_libraries
+from grpo_ext.settings import named
 from grpo_ext.tools.console import Console
 from grpo_ext.tools.data import load_prompts
 from grpo_ext.tools.options import ScriptArguments, load_arguments, parse, read_settings
@@ -145,20 +145,36 @@ def read_case(text: str) -> dict[str, Any]:
 
     None, True and False are values, by these names, of the settings that take them.
     """
-    written = [part.partition("=")[::2] for part in re.split(r",(?=\w+=)", text)]
-    if len(dict(written)) < len(written):
-        raise ConfigError(f"the case {text} names a setting twice; write two cases, or one value.")
-    known = GRPOConfig.__dataclass_fields__
-    none = {name: None for name, value in written if value == "None" and name in known and known[name].default is None}
-    # "=" takes -1e-3 for a value, and only one
-    words = (
-        [f"--{name}", *value.split(",")] if "," in value else [f"--{name}={value}"]
-        for name, value in written
-        if name not in none
-    )
-    read = read_settings([*itertools.chain(*words)], (GRPOConfig,)) | none
-    # what is text by now is of a setting that takes text too
-    return {name: value == "True" if value in ("True", "False") else value for name, value in read.items()}
+    case: dict[str, Any] = {}
+    for part in re.split(r",\s*(?=\w+=)", text):
+        name, equals, value = part.partition("=")
+        if not equals or not value:
+            raise ConfigError(f"--case {text}: write NAME=VALUE, or several, with commas between them.")
+        if name in case:
+            raise ConfigError(f"the case {text} names a setting twice; write two cases, or one value.")
+        case[name] = value_in_case(name, value)
+    return case
+
+
+def value_in_case(name: str, text: str) -> Any:
+    """A value from its text, as an option reads it."""
+    field = GRPOConfig.__dataclass_fields__.get(name)
+    if field is None:
+        raise ConfigError(f"--case {name}: {did_you_mean(name, named('case'), 'it is not a setting of the loss.')}")
+    if text == "None" and (field.default is None or name == "max_grad_norm"):
+        return None
+    if name == "scale_rewards" and text in ("True", "False"):  # it takes names too
+        return text == "True"
+    try:
+        # "=" takes -1e-3 for a value, and only one
+        values = [read_settings([f"--{name}={part}"], (GRPOConfig,))[name] for part in text.split(",")]
+    except ConfigError as error:
+        raise ConfigError(f"--case {name}={text}: {error}") from error
+    if isinstance(values[0], list):
+        return [number for value in values for number in value]
+    if len(values) > 1:
+        raise ConfigError(f"--case {name}={text}: the setting takes one value; use NAME=VALUE, with one of them.")
+    return values[0]
 
 
 def rerun(trainer: GRPOTrainer, script: ScriptArguments) -> NoReturn:

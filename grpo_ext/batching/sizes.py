@@ -8,6 +8,7 @@ First stop in the flow: config -> geometry -> prompt order, rollouts, optimizer 
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from numbers import Integral  # numpy's too
 from typing import Any, Literal
 
 from ..errors import ConfigError, counted
@@ -50,7 +51,7 @@ def _multiples_around(value: int, unit: int) -> str:
 
 
 def require_whole(name: str, value: Any, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r} must be a whole number, {least} or more.")
 
 
@@ -157,7 +158,8 @@ def group_size(settings: Settings) -> int:
     """The completions of a group; a ConfigError for one that has no advantage."""
     generations, teacher = settings["num_generations"], ("teacher_model", "teacher_kl_coef")
     least = 2 if all(settings.get(name) is None for name in teacher) else 1
-    require_whole("num_generations", generations, least=0)
+    if not isinstance(generations, Integral):
+        require_whole("num_generations", generations, least)
     if generations < least:
         raise ConfigError(
             f"num_generations={generations!r}: a group needs at least 2 completions to have an advantage; use 2 or "

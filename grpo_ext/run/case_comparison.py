@@ -36,7 +36,7 @@ def alike(run: Tensors, case: Tensors) -> dict[str, dict[str, float]]:
         parts = torch.stack([one.norm(), other.norm(), (one - other).norm()])
         for key in (ALL, group):
             norms[key] = parts.hypot(norms.get(key, parts * 0))
-    for key, values in norms.items():
+    for key, values in (norms or {ALL: torch.zeros(3)}).items():  # no parameter has a gradient
         one, other, apart = values.tolist()
         cosine = (one**2 + other**2 - apart**2) / (2 * one * other or math.nan)
         difference = apart / one if one else math.inf if apart else 0.0
@@ -47,7 +47,7 @@ def alike(run: Tensors, case: Tensors) -> dict[str, dict[str, float]]:
 def _in_words(what: str, figures: Mapping[str, float]) -> str:
     cosine, ratio = figures["cosine"], figures["ratio"]
     if math.isnan(cosine) and not math.isnan(figures["difference"]):
-        return f"{what} zero in the {'run' if ratio else 'case'}"
+        return f"{what} zero in the {'run' if math.isnan(ratio) else 'case'}"
     return f"{what} cosine {cosine:.4f}, norm x {ratio:.4g}"
 
 
@@ -67,7 +67,7 @@ def case_text(compared: Line, lines: Sequence[Line]) -> str:
         reason = "the clip never binds" if never else same
         return f"{title}: no difference: {reason} in this step"
     changed = (f"{name} {both(a, b, ' -> ')}" for name, (a, b) in values.items() if str(a) != str(b))
-    text = [f"{title}: {', '.join(changed)}"]
+    text = [f"{title}: {', '.join(changed) or 'no logged value differs'}"]
     for group in moves["gradient"]:
         text.append(f"  {group}: {'; '.join(_in_words(what, of[group]) for what, of in moves.items())}")
     # an override of the loss may have run other rows, which are not recorded

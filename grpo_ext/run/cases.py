@@ -8,7 +8,6 @@ alone, where two runs would also differ by the steps before. Everything is resto
 import copy
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,39 +41,30 @@ def attributes_of(view: TrainerView, case: Case) -> dict[str, Any]:
     if not isinstance(case, Mapping) or {*map(type, case)} != {str}:
         raise ConfigError(f"cases: {case!r} is not a mapping from names of settings to values, as {{'epsilon': 0.1}}.")
     args, known, rate = copy.copy(view.args), named("case"), view.args.learning_rate
-    groups = getattr(view.optimizer, "param_groups", [{"eps": args.adam_epsilon}])  # the loop may make it later
-    changes = (
-        "a case has the step's completions, model and optimizer, and changes advantages, loss or the update's size"
-    )
+    # the loop may make the optimizer later
+    groups = getattr(view.optimizer, "param_groups", [{"eps": args.adam_epsilon, "params": ()}])
+    changes = "a case has the step's completions, model and optimizer, and changes advantages, loss or update size"
     for name, value in case.items():
         advantages = decides(name, "advantages") and name != "scale_rewards"
         weights = name == "reward_weights" and value is not None
-        reasons = [
-            (name not in known, did_you_mean(name, known, changes, cutoff=0.8)),
-            (
-                args.fp16 or view.sharded,
-                "under FSDP, DeepSpeed or fp16 the gradient is in parts, or scaled",
+        reasons = {
+            did_you_mean(name, known, changes, cutoff=0.8): name not in known,
+            "under FSDP, DeepSpeed or fp16 the gradient is in parts, or scaled": args.fp16 or view.sharded,
+            "the optimizer holds copies of the weights, which a step would move": not all(
+                set(view.policy.parameters()).issuperset(group["params"]) for group in groups
             ),
-            (name == "beta" and not view.beta, "the run has beta=0, and so no reference"),
-            (
-                name == "teacher_kl_coef" and (value is None) == (view.teacher_model is not None),
-                "it is a number with a teacher, and None without one",
-            ),
-            (advantages and args.dynamic_sampling, "with dynamic_sampling it decides completions"),
-            (
-                weights and (not isinstance(value, list | tuple) or len(value) != len(view.reward_funcs)),
-                "give one weight for each reward function",
-            ),
-            (
-                name == "adam_epsilon" and all(group.get("eps") != args.adam_epsilon for group in groups),
-                f"the optimizer has no eps={args.adam_epsilon}",
-            ),
-            (
-                name == "learning_rate" and any(group.get("initial_lr", rate) != rate or not rate for group in groups),
-                f"the optimizer's rate is not a part of learning_rate={rate}",
-            ),
-        ]
-        for applies, reason in reasons:
+            "the run has beta=0, and so no reference": name == "beta" and not view.beta,
+            "it is a number with a teacher, and None without one": name == "teacher_kl_coef"
+            and (value is None) == (view.teacher_model is not None),
+            "with dynamic_sampling it decides completions": advantages and args.dynamic_sampling,
+            "give one weight for each reward function": weights
+            and (not isinstance(value, list | tuple) or len(value) != len(view.reward_funcs)),
+            f"the optimizer has no eps={args.adam_epsilon}": name == "adam_epsilon"
+            and all(group.get("eps") != args.adam_epsilon for group in groups),
+            f"the optimizer's rate is not a part of learning_rate={rate}": name == "learning_rate"
+            and any(group.get("initial_lr", rate) != rate or not rate for group in groups),
+        }
+        for reason, applies in reasons.items():
             if applies:
                 raise ConfigError(f"{name}={value!r} cannot be a case of a step: {reason}")
     vars(args).update(case)
@@ -106,10 +96,10 @@ class Cases:
         of_step = {weight: weight.grad for weight in self.weights.values()}
         run_again = functools.cache(lambda: self._as_it_was(step))
         for case in self.cases:
-            title = title_of(case)
-            compared: dict[str, Any] = {"case": case, "title": title}
+            compared: dict[str, Any] = {"case": case, "title": title_of(case)}
             try:
-                compared |= self._compare(case, title, step, *run_again())
+                attributes = attributes_of(self.view, case)  # before a step of the optimizer
+                compared |= self._compare(case, attributes, step, *run_again())
             except (ConfigError, MemoryShortageError, PrecisionError) as error:  # on all processes together
                 compared["reason"] = str(error)
             self.compared.append(compared)
@@ -120,6 +110,10 @@ class Cases:
         """The step by the settings of the run, and how far gradient and update are from those of the first time."""
         args, clipped = self.view.args, self._gradients()
         update = self._update(args)
+        if alike(update, self._update(args))[ALL]["difference"] > ROUNDING["gradient again"][0]:
+            raise ConfigError(
+                "the optimizer draws random numbers, or changes more than its `state` and `param_groups`."
+            )
         run = self._run({"args": args}, step.rollout)
         pairs = {"gradient": (clipped, run.clipped), "update": (update, run.update)}
         noise = {what: alike(*pair)[ALL]["difference"] for what, pair in pairs.items()}
@@ -132,9 +126,9 @@ class Cases:
         return run, noise
 
     def _compare(
-        self, case: Case, title: str, step: StepRecord, run: StepResult, noise: dict[str, float]
+        self, case: Case, attributes: dict[str, Any], step: StepRecord, run: StepResult, noise: dict[str, float]
     ) -> dict[str, Any]:
-        view, batch, attributes = self.view, step.rollout, attributes_of(self.view, case)
+        view, batch = self.view, step.rollout
         if any(decides(name, "advantages") for name in case):
             if not torch.equal(self._advantages(len(batch)), torch.hstack([*batch[ADVANTAGES]])):
                 called = "" if self.rollouts.worker.known_rewards else "functions, called again, gave other rewards, "
@@ -147,7 +141,7 @@ class Cases:
         other = self._run(attributes, batch)
         for row in step.tokens:  # those of this process
             pairs = zip(*(part.tokens[row]["coefficient"] for part in (run, other)), strict=True)
-            step.cases.setdefault(row, {})[title] = [after - before for before, after in pairs]
+            step.cases.setdefault(row, {})[title_of(case)] = [after - before for before, after in pairs]
         return {
             "noise": noise,
             "gradient": alike(run.gradient, other.gradient),
@@ -174,18 +168,25 @@ class Cases:
         optimizer, of_run = self.view.optimizer, self.view.args
         before = {name: weight.detach().clone() for name, weight in self.weights.items()}
         factor = args.learning_rate / (of_run.learning_rate or 1.0)  # that of the schedule stays
-        groups = [{**group, "lr": group["lr"] * factor} for group in optimizer.param_groups]
-        for group in groups:
-            if group.get("eps") == of_run.adam_epsilon:
-                group["eps"] = args.adam_epsilon
-        # `load_state_dict` would round the state to the type of the weights
-        state = defaultdict(dict, {weight: copy.deepcopy(values) for weight, values in optimizer.state.items()})
-        with temporarily_set(optimizer, state=state, param_groups=groups):
+        # changed in place, because an optimizer may share them with another; `load_state_dict` would round the state to
+        # the type of the weights
+        parts = [*_dictionaries_of(optimizer).values()]
+        restored = [dict(part) for part in parts]
+        try:
+            for part in parts:
+                part.update({key: copy.deepcopy(value) for key, value in part.items() if key != "params"})
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+                if group.get("eps") == of_run.adam_epsilon:
+                    group["eps"] = args.adam_epsilon
             optimizer.step()
-        update = {name: weight.detach() - before[name] for name, weight in self.weights.items()}
-        for name, weight in self.weights.items():
-            weight.data.copy_(before[name])
-        return update
+            return {name: weight.detach() - before[name] for name, weight in self.weights.items()}
+        finally:
+            for name, weight in self.weights.items():
+                weight.data.copy_(before[name])
+            for part, values in zip(parts, restored, strict=True):
+                part.clear()
+                part.update(values)
 
     def _gradients(self) -> Tensors:
         """Zero for a weight that does not take part."""
@@ -199,3 +200,13 @@ class Cases:
             return torch.empty(0)
         rewards_BF = rewards_of(completion["rewards"].values() for completion in completions)
         return advantage_rule(view).advantages(rewards_BF, current.batch.loss_masks)[part]
+
+
+def _dictionaries_of(optimizer: Any) -> dict[int, dict[Any, Any]]:
+    """The state and the groups of an optimizer, and of those that it holds; by id, because it may share theirs."""
+    values = [part for value in vars(optimizer).values() for part in (value if isinstance(value, list) else [value])]
+    parts = {id(part): part for part in (optimizer.state, *optimizer.param_groups)}
+    for part in values:
+        if isinstance(part, torch.optim.Optimizer):
+            parts |= _dictionaries_of(part)
+    return parts

@@ -5,6 +5,7 @@ size and hash; it is written last and verified before anything is loaded. A run 
 never mixes its files with those of another run. Used by run.keeper, `grpo-ext` and the recipe.
 """
 
+import filecmp
 import hashlib
 import itertools
 import json
@@ -28,6 +29,7 @@ from ..errors import CheckpointError, ConfigError
 from ..runtime.messages import logger
 
 LISTING = "checkpoint.json"
+FINGERPRINT = "grpo_ext_identity.json"  # in a checkpoint: what its run is (run.fingerprint)
 LOCK = "_running.lock"  # the Hub's uploads leave out what begins with an underscore
 _MARK = "_run.json"
 _PATIENCE = 10.0  # seconds; the data loader's workers of a run that was killed hold its lock until they notice
@@ -214,12 +216,17 @@ def take_along(checkpoint: Path, run: Path, state: TrainerState) -> None:
 
     A kill between the two leaves the former, so the next start takes the best one from the folder that its state names.
     """
-    if _is_beside(run):
-        sources = (checkpoint, Path(state.best_model_checkpoint or checkpoint))
-        for source, step in itertools.product(sources, (state.global_step, state.best_global_step)):
-            found = source.with_name(f"{PREFIX_CHECKPOINT_DIR}-{step}")
-            if found.is_dir() and not (run / found.name).exists():
-                link(found, run / found.name)
+    if not _is_beside(run):
+        return
+    best = checkpoint.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+    elsewhere = Path(state.best_model_checkpoint or best)
+    with suppress(OSError):  # it is gone; by now another run may have a checkpoint there
+        if not best.is_dir() and filecmp.cmp(elsewhere / FINGERPRINT, checkpoint / FINGERPRINT, shallow=False):
+            best = elsewhere
+    for source, step in ((checkpoint, state.global_step), (best, state.best_global_step)):
+        copy = run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if not copy.exists() and why_broken(source) is None:
+            link(source, copy)
 
 
 def rotate(run: str | Path, limit: int | None, *protected: str | Path | None) -> None:

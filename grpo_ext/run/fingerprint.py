@@ -32,10 +32,9 @@ from ..errors import CheckpointError, ConfigError, did_you_mean, shortened
 from ..forward.architecture import base_model_of
 from ..settings import NOTED, STATE, compared_by_value, resumes
 from ..view import TrainerView
-from .checkpoint import explaining_format
+from .checkpoint import FINGERPRINT, explaining_format
 from .record import Identity, differences
 
-FINGERPRINT = "grpo_ext_identity.json"
 _ROWS_READ = 100_000  # of a data set, evenly spread: a second or two; smaller sets are read whole
 _LARGE_ROWS_READ = 2_000  # where rows are files
 # fields of a model's or adapter's configuration that describe its origin, storage and execution

@@ -53,12 +53,7 @@ class RunKeeper(TrainerCallback):
     """Begins, logs and ends the runs of a trainer, and writes their checkpoints."""
 
     def __init__(
-        self,
-        view: TrainerView,
-        user_args: trl.GRPOConfig | None,
-        rollouts: Rollouts,
-        pass_at_k: PassAtK,
-        log: RunLog,
+        self, view: TrainerView, user_args: trl.GRPOConfig | None, rollouts: Rollouts, pass_at_k: PassAtK, log: RunLog
     ) -> None:
         self.view, self.user_args, self.rollouts, self.forwards = view, user_args, rollouts, rollouts.worker.forwards
         self.accelerator, self.args, self.limits = view.accelerator, view.args, rollouts.limits
@@ -100,9 +95,7 @@ class RunKeeper(TrainerCallback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses = state["losses"]
-        self._stopped_early = state["stopped_early"] and "stopped_early" not in (
-            self.args.allow_changed_on_resume or ()
-        )
+        self._stopped_early = state["stopped_early"] and "stopped_early" not in self.args.may_change
 
     # ---- Events of the Trainer ------------------------------------------------------------------------------------
 
@@ -223,7 +216,7 @@ class RunKeeper(TrainerCallback):
                 f"{checkpoint} lacks the reference that sync_ref_model=True has moved: it is not saved under FSDP and "
                 f"DeepSpeed. Begin a new run with the weights (grpo-ext export {checkpoint} NEW_FOLDER)."
             )
-        allowed = self.args.allow_changed_on_resume or ()
+        allowed = self.args.may_change
         identity = from_main_process(self.accelerator, lambda: saved_identity(checkpoint))
         if "optimizer.class" not in identity:
             logger.warning(

@@ -30,6 +30,7 @@ from ..rollouts.source import Rollouts
 from ..runtime.collectives import from_main_process, gather_lists
 from ..runtime.messages import logger
 from ..settings import NOTED, resumes
+from ..step.optimizer_step import StepPlanner
 from ..step.record import StepRecord
 from ..view import TrainerView
 from .case_comparison import case_text
@@ -80,8 +81,8 @@ class Beginning:
     def arguments(self, args: GRPOConfig) -> GRPOConfig:
         """A copy of a trainer's arguments: nothing is saved, evaluated or pushed."""
         again = copy.copy(args)
-        again.output_dir, again.trail, again.allow_changed_on_resume = str(self.folder), True, ["stopped_early"]
-        again.allow_changed_on_resume += args.allow_changed_on_resume or ()
+        again.output_dir, again.trail = str(self.folder), True
+        again.allow_changed_on_resume = ["stopped_early", *args.may_change]
         again.save_strategy = again.eval_strategy = IntervalStrategy.NO
         again.eval_on_start = again.load_best_model_at_end = again.push_to_hub = again.log_completions = False
         return again
@@ -108,15 +109,15 @@ def run_again(view: TrainerView, step: int, gradients: bool, call_rewards: bool,
         )
     for case in (cases := [*cases]):
         attributes_of(view, case)
-    if twice := [title for title, count in Counter(map(title_of, cases)).items() if count > 1]:
-        raise ConfigError(f"cases: {'; '.join(twice)} is named twice; leave one of them out.")
+    if twice := [title_of(case) for case in cases if cases.count(case) > 1]:
+        raise ConfigError(f"cases: {twice[0]} is named twice; leave one of them out.")
     begun = from_main_process(view.accelerator, functools.partial(_beginning, view, step, call_rewards))
     # not the user's, whose `Console` measures, and no tracker's
     callbacks = view.callback_handler.callbacks
     needed = [c for c in callbacks if isinstance(c, _NEEDED) and getattr(c, "measure", None) is None]
     with view.assembled_for(begun.arguments(view.args), needed) as (rollouts, planner):
         compared = Cases(view, rollouts, planner, cases, begun.run.record.rollouts)
-        return StepAgain(view, rollouts, compared).run(begun, gradients)
+        return StepAgain(view, rollouts, planner, compared).run(begun, gradients)
 
 
 def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
@@ -154,7 +155,7 @@ def _beginning(view: TrainerView, step: int, call_rewards: bool) -> Beginning:
     time = f", about {max(record.seconds / logged * (step - start), 1.0):.0f} s at the run's pace" if logged else ""
     beginning = "the start" if checkpoint is None else Path(checkpoint).name
     steps = range(start + 1, step + 1)
-    rewards = "rewards computed again" if call_rewards else "the record's rewards"
+    rewards = "rewards computed again" if call_rewards else "the record's rewards where it has each"
     logger.info(f"Running {_named(steps)} of {source} again from {beginning}{time}, in {folder}, with {rewards}.")
     return Beginning(run, folder, checkpoint, steps, call_rewards)
 
@@ -165,6 +166,7 @@ class StepAgain:
 
     view: TrainerView
     rollouts: Rollouts
+    planner: StepPlanner
     cases: Cases
 
     def run(self, beginning: Beginning, gradients: bool) -> Rerun:
@@ -172,7 +174,7 @@ class StepAgain:
         record, accelerator = StepRecord(gradients), self.view.accelerator
         if not beginning.call_rewards:
             self.rollouts.worker.known_rewards = self._known_rewards(beginning.run.record)
-        self.view.add_callback(_Ending(beginning.steps[-1], record, self.cases))
+        self.view.add_callback(_Ending(beginning.steps[-1], self.planner, record, self.cases))
         try:
             self.view.train(resume_from_checkpoint=beginning.checkpoint)
             record.gather()
@@ -193,8 +195,9 @@ class StepAgain:
             rounds = record.rollouts.get(step, {}).get("rounds", ())[calls[step] :][:1]
             calls[step] += 1
             for part in rounds:
-                # none where the trail has sums: the functions are called
-                if (known := _rewards_of(part, found, len(view.reward_funcs))) is not None:
+                if part["count"] != len(part["completions"]):
+                    logger.warning_once("The record has only sums of so many rewards: the functions are called again.")
+                elif (known := _rewards_of(part, found, len(view.reward_funcs))) is not None:
                     return known.to(view.accelerator.device)
             return calculate(inputs, prompts, completions, ids)
 
@@ -254,12 +257,13 @@ class _Ending(TrainerCallback):
     """Records a step, and ends the training after it."""
 
     step: int
+    planner: StepPlanner
     record: StepRecord
     cases: Cases
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == self.step:
-            self.cases.planner.record, view = self.record, self.cases.view
+            self.planner.record, view = self.record, self.planner.view
             self.cases.start = {"entropy_coef": view.entropy_coef, "_last_world_entropy": view.last_entropy}
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -269,7 +273,7 @@ class _Ending(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_log = True  # each step by itself
         if state.global_step == self.step:
-            self.cases.planner.record, self.record.moved = None, True
+            self.planner.record, self.record.moved = None, True
             self.record.forward_again()
             control.should_training_stop = True
 

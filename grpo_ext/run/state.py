@@ -27,8 +27,7 @@ from ..runtime.attributes import temporarily_set
 from ..runtime.collectives import raise_on_all, without_long_waits
 from ..runtime.messages import logger
 from ..view import TrainerView
-from .checkpoint import publish, rotate, write_listing
-from .fingerprint import FINGERPRINT
+from .checkpoint import FINGERPRINT, publish, rotate, write_listing
 from .record import Identity
 
 STATE = "grpo_ext_state.pt"

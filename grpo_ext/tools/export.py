@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..errors import CheckpointError, ConfigError, GrpoExtError
-from ..run.checkpoint import why_broken
-from ..run.fingerprint import FINGERPRINT
+from ..run.checkpoint import FINGERPRINT, why_broken
 from ..upstream.argument_checks import find_model
 from ..upstream.merging import check_names, merged_model, save_merged
 from ..upstream.model_card import base_name, usage

@@ -24,7 +24,7 @@ _CHARACTERS, _MESSAGES, _TOKENS = (1500, 500), (8, 4), (300, 100)  # shown from 
 Ends = tuple[Sequence[Any], int, Sequence[Any]]  # head, how many are left out, tail
 
 
-def rollouts_of(paths: Mapping[int, Path]) -> dict[int, list[Line]]:
+def rollouts_of(paths: Mapping[int, Path]) -> dict[int, list[Any]]:
     """Rows of the first, the middle and the last of these tables, by step."""
     rollouts, order = {}, [*paths]
     for step in dict.fromkeys(order[place] for place in (0, len(order) // 2, -1) if order):
@@ -36,7 +36,7 @@ def rollouts_of(paths: Mapping[int, Path]) -> dict[int, list[Line]]:
     return rollouts
 
 
-def reruns_of(folder: Path) -> list[tuple[Line, list[Line]]]:
+def reruns_of(folder: Path) -> list[tuple[Any, list[Any]]]:
     """Every step of a run that was run again, or the one of a rerun's own folder: about the step, its completions.
 
     A completion has "shown", the ends of its tokens, each with its text, its values and a class for its colour.

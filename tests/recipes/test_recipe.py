@@ -204,10 +204,33 @@ def test_a_step_runs_again_with_the_settings_of_the_run(launch, own_task, tmp_pa
         ("reward_weights=None,skip_zero_contribution=False", {"reward_weights": None, "skip_zero_contribution": False}),
         ("advantage_estimator=None,epsilon_high=None", {"advantage_estimator": None, "epsilon_high": None}),
         ("scale_rewards=none", {"scale_rewards": "none"}),
+        ("loss_type=True", {"loss_type": "True"}),  # which is refused as an unknown loss, not as a number
+        (
+            "reward_weights=1e-3,-1e-3,epsilon=0.3, beta=1",
+            {"reward_weights": [1e-3, -1e-3], "epsilon": 0.3, "beta": 1.0},
+        ),
+        ("max_grad_norm=None", {"max_grad_norm": None}),
     ],
 )
 def test_a_case_is_read_as_options_are(recipe, text, case):
-    assert recipe.read_case(text) == case
+    read = recipe.read_case(text)
+    assert read == case
+    assert [*read] == [*case]  # the title has the order of the text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epsilon", "--case epsilon: write NAME=VALUE"),
+        ("epsilon 0.3", "--case epsilon 0.3: write NAME=VALUE"),
+        ("epsilom=1", "--case epsilom: did you mean 'epsilon'"),
+        ("epsilon=a", "--case epsilon=a: .*invalid float value"),
+        ("epsilon=0.1,0.2", "--case epsilon=0.1,0.2: the setting takes one value"),
+    ],
+)
+def test_a_case_that_cannot_be_read_says_how_it_is_written(recipe, text, message):
+    with pytest.raises(ConfigError, match=message):
+        recipe.read_case(text)
 
 
 def test_a_case_that_names_a_setting_twice_is_refused(recipe):

@@ -48,6 +48,7 @@ LOSSES = "tests/unit/algorithms/test_losses.py"
 MEMORY = "tests/unit/runtime/test_out_of_memory.py"
 METRICS = "tests/unit/step/test_gradients_and_metrics.py"
 NUMBERS = "tests/parity/test_numbers.py"
+OPTIMIZERS = "tests/trainer/test_optimizer_objects.py"
 PACKED = "tests/unit/forward/test_packed.py"
 PACKING = "tests/unit/batching/test_packing.py"
 RANDOM = "tests/unit/algorithms/test_keyed_random.py"
@@ -199,7 +200,14 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ("view.having(self.start | attributes)", "view.having(attributes)", f"{CASES} -k adaptive"),
         ("weight.data.copy_(before[name])", "pass", f"{CASES} -k bits"),
         ("relative(step.norm, run.norm, least=0.0)", "0.0", f"{REASONS} -k something_else"),
-        ("(optimizer, state=state, param", "(optimizer, param", f"{CASES} -k bits"),
+        ("part.update({key: copy.deepcopy(value)", "part.update({key: value", f"{CASES} -k bits"),
+        ("                part.update(values)", "                pass", f"{CASES} -k bits"),
+        ("parts |= _dictionaries_of(part)", "pass", f"{OPTIMIZERS} -k holds_others"),
+        (
+            "not all(\n                set(view.policy",
+            "False and not all(\n                set(view.policy",
+            f"{OPTIMIZERS} -k copies",
+        ),
         ("(of_run.learning_rate or 1.0)", "1.0", f"{CASES} -k its_optimizer_makes"),
     ],
     "view.py": [("**logs, **attributes", "**attributes", f"{REASONS} -k alone")],

@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError
+from grpo_ext.run import trail
 from grpo_ext.run.case_comparison import case_text
 from grpo_ext.run.cases import Cases
 from grpo_ext.run.record import read_record
@@ -81,6 +83,14 @@ def test_rewards_that_are_others_when_they_are_called_again_are_said(tmp_path):
     assert again.cases[1]["gradient"][ALL]["difference"] > 0
 
 
+@pytest.mark.parametrize("most", [4, 16])
+def test_rewards_that_the_record_has_only_sums_of_are_said_to_be_computed_again(tmp_path, monkeypatch, caplog, most):
+    monkeypatch.setattr(trail, "MOST_ENTRIES", most)  # of 16 completions
+    folder = trained(tmp_path / "run", reward=letters)
+    assert rerun(folder, np.int64(2), reward=letters).comparison.verdict == "same bits"
+    assert ("only sums of so many rewards: the functions are called again" in caplog.text) == (most < 16)
+
+
 def test_a_case_whose_loss_is_not_finite_leaves_the_rerun_and_other_cases_as_they_are(tmp_path):
     folder = trained(tmp_path / "run", reward=letters, scale_rewards="none")
     cases = {"entropy_coef": 3e38}, {"reward_weights": [2.0]}
@@ -106,10 +116,19 @@ def test_a_rate_of_zero_moves_nothing_and_says_so(tmp_path):
     assert "all weights: gradient cosine 1.0000, norm x 1; update zero in the case" in compared["text"]
 
 
+@pytest.mark.parametrize("weights", [["1.0"], [None], "1"])
+def test_weights_that_are_not_numbers_are_refused_by_name(tmp_path, weights):
+    with pytest.raises(ConfigError, match=r"reward_weights=.*(list of finite numbers|one weight for each)"):
+        make(tmp_path / "run", **RUN).rerun(2, cases=[{"reward_weights": weights}])
+    with pytest.raises(ConfigError, match=r"reward_weights=.*list of finite numbers"):
+        make(tmp_path / "run", **RUN, reward_weights=weights)
+
+
 def test_a_case_that_is_named_twice_is_refused(tmp_path):
     folder = trained(tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"cases: delta=2\.0 is named twice; leave one of them out"):
-        make(folder, **RUN).rerun(2, cases=[{"delta": 2.0}, {"epsilon": 0.1}, {"delta": 2.0}])
+    one, reordered = {"delta": 2.0, "epsilon": 0.1}, {"epsilon": 0.1, "delta": 2.0}
+    with pytest.raises(ConfigError, match=r"cases: delta=2\.0, epsilon=0\.1 is named twice; leave one of them out"):
+        make(folder, **RUN).rerun(2, cases=[one, {"epsilon": 0.1}, reordered])
 
 
 def test_a_rate_of_the_optimizers_own_is_not_a_case(tmp_path):
@@ -237,5 +256,7 @@ def test_a_difference_within_the_noise_of_the_step_is_none():
     same = case_text(compared | {"noise": noise}, [])
     assert same == "t: no difference: gradient and update are the same up to rounding in this step"
     assert "no difference" not in case_text(compared | {"noise": noise | {"update": 4e-8}}, [])
+    unlogged = case_text(compared | {"values": {"loss": [1, 1]}, "noise": noise | {"update": 4e-8}}, [])
+    assert unlogged.startswith("t: no logged value differs\n")
     unknown = {ALL: {"cosine": math.nan, "ratio": 1.0, "difference": math.nan}}
     assert "no difference" not in case_text(compared | {"noise": noise, "update": unknown}, [])

@@ -21,8 +21,7 @@ from grpo_ext.errors import CheckpointError
 from grpo_ext.forward.snapshot import Weights
 from grpo_ext.rollouts.source import saved_waiting
 from grpo_ext.run import checkpoint, state
-from grpo_ext.run.checkpoint import checkpoints, lock_to_resume, why_broken, write_listing
-from grpo_ext.run.fingerprint import FINGERPRINT
+from grpo_ext.run.checkpoint import FINGERPRINT, checkpoints, lock_to_resume, why_broken, write_listing
 from grpo_ext.run.interrupts import TrainingInterrupted
 from grpo_ext.run.record import read_record
 from grpo_ext.run.state import STATE, load_state, save_state

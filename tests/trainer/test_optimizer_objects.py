@@ -130,6 +130,121 @@ def test_an_optimizer_that_keeps_copies_is_not_refused(tmp_path):
     assert (trained(model) - start).abs().max() > 0
 
 
+# ---- Cases of a step, which the optimizer makes again ---------------------------------------------------------------
+
+
+class Holder(torch.optim.Optimizer):
+    """As Lookahead, or Muon with AdamW: it steps optimizers that it holds, and computes its own from theirs."""
+
+    def __init__(self, *inner: Any) -> None:
+        self.inner, self.defaults = list(inner), {}
+
+    @property
+    def param_groups(self) -> Any:
+        return [group for optimizer in self.inner for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Any:
+        return {weight: values for optimizer in self.inner for weight, values in optimizer.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [optimizer.state_dict() for optimizer in self.inner]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for optimizer, part in zip(self.inner, state["inner"], strict=True):
+            optimizer.load_state_dict(part)
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.inner:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.inner:
+            optimizer.zero_grad(set_to_none)
+
+
+class InGroups(SGD):
+    """As Prodigy: it keeps numbers in its groups, changes them in place, and adds to them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group.setdefault("steps", torch.zeros(())).add_(1)
+            group["lr"] = 0.01 * (1 + float(group["steps"]))
+        return super().step(closure)
+
+
+class Hidden(SGD):
+    """It counts its steps where nobody looks."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * self.count
+        return super().step(closure)
+
+
+def held(model: Any) -> Any:
+    matrices, others = groups(model, True, False)
+    return Holder(AdamW([matrices], lr=0.01), SGD([others], lr=0.01, momentum=0.9))
+
+
+STEP: dict[str, Any] = {"max_steps": 1, "save_strategy": "no", "trail": True}
+CASES = [{"loss_type": "dr_grpo"}, {"epsilon": 0.5}]
+
+
+def made_again(folder: Any, build: Any) -> Any:
+    """A step of an optimizer that is built of the model, and what its rerun with cases says."""
+    ran(make(folder, cls=making(build), **STEP))
+    return make(folder, cls=making(build), **STEP).rerun(1, cases=CASES)
+
+
+@pytest.mark.parametrize(
+    "build", [held, lambda model: InGroups(model.parameters(), lr=0.01)], ids=["holds others", "groups"]
+)
+def test_a_case_leaves_an_optimizer_that_holds_others_or_numbers_in_groups_as_it_was(tmp_path, build):
+    again = made_again(tmp_path, build)
+    assert again.comparison.verdict == "same bits"
+    assert [case["noise"]["update"] for case in again.cases] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda model: OnCopies(model.parameters()), "the optimizer holds copies of the weights"),
+        (lambda model: Hidden(model.parameters(), lr=0.01), "the optimizer draws random numbers, or changes more than"),
+    ],
+    ids=["copies", "hidden"],
+)
+def test_an_optimizer_whose_step_cannot_be_made_again_has_no_cases(tmp_path, build, reason):
+    again = made_again(tmp_path, build)
+    assert all(reason in case["reason"] for case in again.cases)
+    assert again.comparison.verdict == ("same bits" if "copies" in reason else "different")
+
+
+def test_a_case_whose_optimizer_fails_leaves_weights_and_optimizer_as_they_were(tmp_path):
+    class Failing(InGroups):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            if self.fails:
+                raise RuntimeError("no room")
+
+    model = tiny_model()
+    trainer = make(tmp_path, model, cls=making(lambda model: Failing(model.parameters(), lr=0.01)), **STEP)
+    ran(trainer)
+    Failing.fails = True
+    fresh = tiny_model()
+    before = trained(fresh)
+    again = make(tmp_path, fresh, cls=making(lambda model: Failing(model.parameters(), lr=0.01)), **STEP)
+    with pytest.raises(RuntimeError, match="no room"):
+        again.rerun(1, cases=CASES)
+    assert torch.equal(trained(fresh), before)
+    assert not any("steps" in group for group in again.optimizer.param_groups)
+
+
 # ---- Resume ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,7 @@ from transformers.trainer_callback import ExportableState
 
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.errors import CheckpointError
-from grpo_ext.run.checkpoint import write_listing
-from grpo_ext.run.fingerprint import FINGERPRINT
+from grpo_ext.run.checkpoint import FINGERPRINT, write_listing
 from grpo_ext.run.interrupts import TrainingInterrupted
 from tests.support import tool_runs, trainers
 from tests.support.tiny import config_kwargs, letter_reward, own_config, prompts, tiny_model, tiny_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from grpo_ext.errors import CheckpointError
 from grpo_ext.run import checkpoint
@@ -73,6 +73,22 @@ def test_the_best_checkpoint_comes_along_to_the_folder_of_a_run_that_went_back(t
     steps = [1, 2, 3] if limit is None else [1]
     assert [path.name for path in checkpoints(tmp_path / "run-2")] == [f"checkpoint-{n}" for n in steps]
     assert all(why_broken(path) is None for path in checkpoints(tmp_path / "run-2"))
+
+
+@pytest.mark.parametrize(
+    ("identity", "copies"), [("same", ["checkpoint-1", "checkpoint-2"]), ("other", ["checkpoint-2"])]
+)
+def test_the_path_of_the_best_checkpoint_is_not_taken_from_another_run(tmp_path, identity, copies):
+    first, moved, run = tmp_path / "first", tmp_path / "moved" / "checkpoint-2", tmp_path / "run-2"
+    for folder, text in ((first / "checkpoint-1", identity), (moved, "same")):
+        folder.mkdir(parents=True)
+        (folder / checkpoint.FINGERPRINT).write_text(text)
+        checkpoint.write_listing(folder, {})
+    checkpoint.folder_beside(tmp_path / "run")
+    best = str(first / "checkpoint-1")
+    state = TrainerState(global_step=2, best_global_step=1, best_model_checkpoint=best)
+    checkpoint.take_along(moved, run, state)
+    assert [path.name for path in checkpoints(run)] == copies
 
 
 def test_a_kill_after_the_first_of_both_checkpoints_leaves_the_best_to_the_next_start(tmp_path, monkeypatch):

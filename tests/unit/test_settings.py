@@ -19,6 +19,9 @@ import trl
 
 from grpo_ext import GRPOConfig
 from grpo_ext.errors import ConfigError
+from grpo_ext.run.diff import RunOnDisk
+from grpo_ext.run.record import Record
+from grpo_ext.run.rerun import Beginning
 from grpo_ext.runtime.determinism import CUBLAS
 from grpo_ext.settings import EXCLUDED, STAGES, TABLE, decides, named, read_at, refuse_excluded, resumes, row_of
 
@@ -97,7 +100,28 @@ def test_whole_numbers_of_numpy_are_taken_and_others_are_said_to_be_none(tmp_pat
 
 
 def test_one_name_that_may_change_is_not_a_list_of_letters(tmp_path):
-    assert GRPOConfig(str(tmp_path), allow_changed_on_resume="data").allow_changed_on_resume == ["data"]
+    config = GRPOConfig(str(tmp_path), allow_changed_on_resume="data")
+    assert config.may_change == {"data"}
+    config.allow_changed_on_resume = None
+    assert config.may_change == set()
+    config.allow_changed_on_resume = "temperature"  # set by a script
+    assert config.may_change == {"temperature"}
+    run = RunOnDisk(tmp_path, Record())
+    again = Beginning(run, tmp_path, None, range(1, 2), False).arguments(config)
+    assert again.may_change == {"temperature", "stopped_early"}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1, "a group needs at least 2 completions"),
+        (1, "a group needs at least 2 completions"),
+        (8.0, "num_generations=8.0 must be a whole number, 2 or more"),
+    ],
+)
+def test_the_size_of_a_group_says_its_rule(tmp_path, value, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(str(tmp_path), num_generations=value)
 
 
 def test_a_check_changes_nothing(tmp_path, monkeypatch):

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from accelerate.state import PartialState
 
-from grpo_ext.runtime.messages import show_messages
+from grpo_ext.runtime.messages import logger, show_messages
 
 
 @contextmanager
@@ -25,11 +26,12 @@ def unconfigured() -> Iterator[None]:
 
 
 def log() -> None:
-    logging.getLogger("grpo_ext.run").info("[RANK 0] the plan")  # as Accelerate's adapter writes it
-    logging.getLogger("grpo_ext.run").warning("a problem")
+    PartialState()  # Accelerate's loggers ask it for the process
+    logger.info("the plan")
+    logger.warning("a problem")
 
 
-ONCE = "grpo_ext.run: [RANK 0] the plan\ngrpo_ext.run: a problem\n"
+ONCE = "grpo_ext test_messages: [RANK 0] the plan\ngrpo_ext test_messages: [RANK 0] a problem\n"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_messages_go_to_standard_output_and_warnings_to_standard_error(capsys, l
         show_messages()
         show_messages()  # another trainer
         if configure:
-            logging.basicConfig(format="%(name)s: %(message)s")
+            logging.basicConfig(format="%(name)s %(module)s: %(message)s")
         log()
     assert capsys.readouterr() == shown
 

@@ -50,6 +50,7 @@ def test_update_error_is_the_relative_distance_of_the_updates():
     assert update_error(delta(3.0, 4.0), delta(3.0, 4.5)) == pytest.approx(0.1)
     assert update_error(delta(3.0, 4.0), delta(3.0, 4.0)) == 0.0
     assert update_error(delta(0.0), delta(1.0)) == math.inf
+    assert update_error({}, {}) == 0.0
     assert update_error(delta(1.0), {"other": torch.ones(1)}) == math.inf
 
 
@@ -90,6 +91,13 @@ def test_the_gradient_error_is_that_of_the_first_gradient_and_of_its_norm(traine
     )  # clipping hides it
     assert verdict(trained(0.0), trained(1e-9)).gradient_error == math.inf
     assert verdict(reference, replace(reference, gradients={})).gradient_error == math.inf
+
+
+def test_a_run_without_a_gradient_has_learned_nothing(trained):
+    reference = replace(trained(update=0.0), gradients={})
+    found = verdict(reference, reference)
+    assert (found.verdict, found.gradient_error) == ("nothing learned", 0.0)
+    assert verdict(trained(), trained()).verdict != "nothing learned"
 
 
 BEYOND = "{}: the exact difference is more than rounding ({})".format
