@@ -43,7 +43,10 @@ from . import settings
 from .data import check_images, check_lengths, check_tokens
 
 _UNUSED_HOOKS = (
-    *("_get_train_sampler", "_get_eval_sampler", "get_high_entropy_mask", "get_off_policy_mask"),
+    "_get_train_sampler",
+    "_get_eval_sampler",
+    "get_high_entropy_mask",
+    "get_off_policy_mask",
     "get_gamma_weights",
 )
 # methods of sampling that users override

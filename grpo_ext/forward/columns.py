@@ -133,10 +133,10 @@ TrlBatch = dict[str, Any]  # a padded batch as TRL's methods take and return it:
 
 # ---- Of the tokens of one completion --------------------------------------------------------------------------------
 
-TokenColumns = dict[str, torch.Tensor]  # values of one completion by column, or of what was sampled of it so far
+TokenColumns = Mapping[str, torch.Tensor]  # values of one completion by column, or of what was sampled of it so far
 
 
-def first_tokens(columns: TokenColumns, context: int, tokens: int) -> TokenColumns:
+def first_tokens(columns: TokenColumns, context: int, tokens: int) -> dict[str, torch.Tensor]:
     """The columns of the first tokens, which follow `context` tokens that columns of both extents have too."""
     cut = {name: v[: tokens + (context if COLUMNS[name].extent == "both" else 0)] for name, v in columns.items()}
     if (ids_K := columns.get(KEPT_IDS)) is not None:
@@ -144,9 +144,9 @@ def first_tokens(columns: TokenColumns, context: int, tokens: int) -> TokenColum
     return cut
 
 
-def continued(before: TokenColumns, turn: TokenColumns, tokens: int) -> TokenColumns:
+def continued(before: TokenColumns, turn: TokenColumns, tokens: int) -> dict[str, torch.Tensor]:
     """The columns of a completion and of the `tokens` after it; a float that is missing is NaN, others end there."""
-    columns: TokenColumns = {}
+    columns = dict[str, torch.Tensor]()
     for name, values in before.items():
         added = turn.get(name)
         if added is None and values.is_floating_point():
@@ -159,7 +159,7 @@ def continued(before: TokenColumns, turn: TokenColumns, tokens: int) -> TokenCol
     return columns
 
 
-def answered(columns: TokenColumns, tokens: int) -> TokenColumns:
+def answered(columns: TokenColumns, tokens: int) -> dict[str, torch.Tensor]:
     """The columns of a completion and of tokens after it that the model did not write."""
     whole = dict(columns)
     for name, values in columns.items():

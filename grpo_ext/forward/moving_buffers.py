@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-Buffers = dict[str, torch.Tensor]  # by name
+_Buffers = dict[str, torch.Tensor]  # by name
 _ROUNDING = 1e-6  # of the largest number of a result, beside ten times what two runs from the same buffers differ
 
 
@@ -25,7 +25,7 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
         return []  # frequencies, caches
     parameters = [p for p in model.parameters() if p.requires_grad and with_gradients]
 
-    def use(buffers: Buffers) -> None:
+    def use(buffers: _Buffers) -> None:
         for name, buffer in buffers.items():
             owners[name]._buffers[name.rpartition(".")[2]] = buffer
 
@@ -37,7 +37,7 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
             parts = torch.autograd.grad(logps.sum(), parameters, materialize_grads=True) if parameters else ()
         return [logps.detach(), torch.tensor([0.0, *(float(part.norm()) for part in parts)])]
 
-    def results(buffers: Buffers) -> list[torch.Tensor]:
+    def results(buffers: _Buffers) -> list[torch.Tensor]:
         use(copy.deepcopy(buffers))  # modules that share a buffer share its copy
         model.eval()
         return [log_probs(), *trained()]
@@ -51,7 +51,7 @@ def moving_buffers(model: torch.nn.Module, log_probs: Callable[[], torch.Tensor]
     return moved if differs else []
 
 
-def _buffers(model: torch.nn.Module) -> Buffers:
+def _buffers(model: torch.nn.Module) -> _Buffers:
     return dict(model.named_buffers(remove_duplicate=False))
 
 

@@ -11,14 +11,7 @@ from typing import Any
 
 import torch
 
-from ..forward.columns import (
-    COLUMNS,
-    EXPERTS,
-    TokenColumns,
-    answered,
-    continued,
-    first_tokens,
-)
+from ..forward.columns import COLUMNS, EXPERTS, answered, continued, first_tokens
 from ..forward.images import images_in
 from ..sampling.turn import Context, Turn
 
@@ -32,7 +25,7 @@ class Transcript(Context):
     mask: list[int] = field(default_factory=list)  # of each of `ids`: 1 if the model wrote it, 0 if a tool did
     # what was recorded of `ids`, by name of `forward.columns`; the experts of the prompt too, up to the last sampled
     # token
-    columns: TokenColumns = field(default_factory=dict)
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
     completion: Any = ""  # text, or messages
     environment: Any = None  # the instance that this completion acts in; None without environments
     environment_name: str | None = None  # its name among several factories; None where there is one
@@ -67,7 +60,7 @@ class Transcript(Context):
         """A copy without tokens of the completion, and so without images of tools."""
         return replace(self, ids=[], columns=self.first(0), images=self.images[: self.prompt_images])
 
-    def first(self, tokens: int) -> TokenColumns:
+    def first(self, tokens: int) -> dict[str, torch.Tensor]:
         """The columns of the first tokens of the completion; routers choose where no experts were recorded."""
         columns = dict(self.columns)
         if (experts_NC := columns.get(EXPERTS)) is not None:

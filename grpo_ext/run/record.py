@@ -24,7 +24,7 @@ _EARLIER = "log.jsonl"
 _TRAIL = re.compile(rb'\{"line": "(rollout|step)"')
 _CHECKSUM = b', "crc32": "'  # of what stands before it
 
-Line = dict[str, Any]  # of a record
+Line = dict[str, Any]  # of a record or of step.jsonl, or a part of one
 Identity = dict[str, Any]  # what a run is: settings, data, model; of a start or a checkpoint
 
 

@@ -65,7 +65,7 @@ class Turn:
         ended: bool | None = None,
     ) -> "Turn":
         """A turn from the lists of a user's function or of vLLM."""
-        columns: TokenColumns = {}
+        columns = dict[str, torch.Tensor]()
         values = [None] * len(ids) if logps is None else logps
         known = torch.tensor([math.nan if value is None else float(value) for value in values])
         if logps is not None:

@@ -192,10 +192,7 @@ class Attempt:
         first_by_row: list[tuple[int, str]] = []
 
         def look(micro_batch: LossInputs) -> None:
-            with (
-                torch.set_grad_enabled(backward),
-                first_module(self.planner.view.policy, backward) as names,
-            ):
+            with torch.set_grad_enabled(backward), first_module(self.planner.view.policy, backward) as names:
                 loss = self.run(micro_batch)
                 if backward:
                     accelerator.backward(loss)
@@ -221,10 +218,7 @@ class StepPlanner:
         self.eval_limits = MicroBatchLimits(self.forwards.args.per_device_eval_batch_size, self.limits.tokens)
 
     def add_gradients(
-        self,
-        model: Any,
-        rollout: RolloutBatch,
-        watched: Callable[[Iterator[LossInputs]], Iterable[LossInputs]] = iter,
+        self, model: Any, rollout: RolloutBatch, watched: Callable[[Iterator[LossInputs]], Iterable[LossInputs]] = iter
     ) -> Attempt:
         """Run the micro-batches of a step, `watched` one by one; its gradient is in the parameters afterwards."""
         accelerator, collective = self.forwards.accelerator, self.forwards.collective_forward

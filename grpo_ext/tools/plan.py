@@ -139,12 +139,7 @@ def what_fits(model: ModelSizes, layout: MemoryLayout, completion: int, sizes: S
 
 
 def expected_memory(
-    model: str,
-    geometry: BatchGeometry,
-    settings: Settings,
-    engine: str,
-    prompt: int | None,
-    device: float | None,
+    model: str, geometry: BatchGeometry, settings: Settings, engine: str, prompt: int | None, device: float | None
 ) -> tuple[str, Table]:
     """Describe what the memory depends on, and estimate the memory per device by part.
 
