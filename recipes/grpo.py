@@ -7,6 +7,7 @@ ModelConfig.
 """
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -35,7 +36,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from grpo_ext import GRPOConfig, GRPOTrainer
 from grpo_ext.batching.sizes import geometry_of
 from grpo_ext.demo import EMBEDDED
-from grpo_ext.demo.task import Demo, DemoTask
+from grpo_ext.demo.task import VERSION, Demo, DemoTask, cache_folder
 from grpo_ext.errors import ConfigError, GrpoExtError, counted, did_you_mean
 from grpo_ext.rewards.registry import resolve_rewards
 from grpo_ext.run.checkpoint import checkpoints, folder_beside, run_to_resume
@@ -45,7 +46,7 @@ from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.settings import named
 from grpo_ext.tools.console import Console
 from grpo_ext.tools.data import load_prompts
-from grpo_ext.tools.options import ScriptArguments, load_arguments, parse, read_settings
+from grpo_ext.tools.options import ScriptArguments, as_dataclasses, demo_of, load_arguments, read_settings
 from grpo_ext.tools.report import report_or_reason
 from grpo_ext.tools.rerun import RECIPE
 from grpo_ext.tools.stock import STOCK, stock_config
@@ -60,6 +61,20 @@ def log(text: str) -> None:
     """Print on the main process."""
     if PartialState().is_main_process:
         print(text, flush=True)
+
+
+def parse(argv: list[str]) -> tuple[Demo | None, ScriptArguments, GRPOConfig, ModelConfig]:
+    """Return the demo, if any, and the arguments of each kind; a demo's settings are defaults."""
+    settings = read_settings(argv)
+    if (name := settings.get("demo")) in REAL_DEMOS:
+        settings["demo"] = f"{os.path.relpath(Path(__file__).with_name('smollm2.py'))}:{name}"
+    if "save_steps" in settings:
+        settings.setdefault("save_strategy", "steps")  # the demos save nothing by default
+    demo = demo_of(settings)
+    script, training, loading = as_dataclasses({**(demo.settings if demo else {}), **settings})
+    if script.rewards == ["none"] and training.teacher_model is None:
+        raise ConfigError("--rewards none needs a teacher to learn from; set --teacher_model.")
+    return demo, script, training, loading
 
 
 def check_output_dir(training: GRPOConfig) -> None:
@@ -138,6 +153,27 @@ class SettingsFile(TrainerCallback):
         if state.is_world_process_zero:
             text = json.dumps(self.content, indent=1, default=str)
             Path(str(args.output_dir), RECIPE).write_text(text)
+
+
+class RerunConsole(Console):
+    """Counts to the step that runs again, and shows the steps that the run logged; a rerun logs every step."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def _until_last(self, state: Any) -> Any:
+        shown = copy.copy(state)
+        shown.max_steps = self.last
+        return shown
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, self._until_last(state), control, **kwargs)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        every = state.logging_steps
+        if state.global_step == self.last or (every > 0 and state.global_step % every == 0):
+            super().on_log(args, self._until_last(state), control, logs, **kwargs)
 
 
 def read_case(text: str) -> dict[str, Any]:
@@ -278,14 +314,15 @@ def run_demo(demo: Demo, script: ScriptArguments, training: GRPOConfig, model: M
         if PartialState().device.type == "cpu":
             # a model this small gains nothing from threads, and on busy cores waiting threads make it ten times slower
             torch.set_num_threads(1)
-        log("Making the model (about 20 s the first time, then cached) ...")
+        if not (cache_folder() / f"demo-{VERSION}").is_dir():
+            log("Making the model (about 20 s, once) ...")
     else:
         log("Getting the model (a download the first time, then cached) ...")
     task = main_process_first(lambda: demo.load(model.model_name_or_path))
     log(f"Demo: {task.about}")
     with naming(task.model_path):
         held_out = HeldOut(task, training.max_completion_length or 512)
-    console = Console(held_out.measure, script.demo_eval_every) if script.rerun is None else Console()
+    console = Console(held_out.measure, script.demo_eval_every) if script.rerun is None else RerunConsole(script.rerun)
     data = {"train_dataset": task.train_dataset, "eval_dataset": task.eval_dataset}
     parts = {"model": str(task.model_path), "reward_funcs": rewards, **data}
     trainer = make_trainer(script, training, model, console, argv, **parts)
@@ -324,7 +361,8 @@ def run(script: ScriptArguments, training: GRPOConfig, model: ModelConfig, argv:
     train, held_out = main_process_first(lambda: load_prompts(script, training.seed))
     data = {"train_dataset": train, "eval_dataset": held_out}
     parts = {"model": model.model_name_or_path, "reward_funcs": rewards, **data}
-    trainer = make_trainer(script, training, model, Console(), argv, **parts)
+    console = Console() if script.rerun is None else RerunConsole(script.rerun)
+    trainer = make_trainer(script, training, model, console, argv, **parts)
     if script.rerun is not None:
         rerun(trainer, script)
     start_time = time.perf_counter()
@@ -339,8 +377,7 @@ def main(argv: list[str]) -> None:
     if "--log_level" not in argv:
         quiet_libraries()
     try:
-        file = os.path.relpath(Path(__file__).with_name("smollm2.py"))
-        demo, script, training, model = parse(argv, {name: f"{file}:{name}" for name in REAL_DEMOS})
+        demo, script, training, model = parse(argv)
         unnamed = demo and training.output_dir in (None, "trainer_output")  # what transformers fills in
         if unnamed:
             training.output_dir = str(DEMO_FOLDER / DEMO_NAME)

@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from grpo_ext import Console, GRPOConfig, GRPOTrainer
-from grpo_ext.demo.task import EOS, build_model, build_tokenizer, built_once, demo_config_defaults, fit
+from grpo_ext.demo.task import EOS, build_model, build_tokenizer, built_once, cache_folder, demo_config_defaults, fit
 from grpo_ext.errors import GrpoExtError
 from grpo_ext.runtime.quiet import quiet_libraries
 from grpo_ext.tools.report import report_or_reason
@@ -147,8 +147,8 @@ def main(argv: list[str]) -> None:
     )
     if PartialState().device.type == "cpu":
         torch.set_num_threads(1)
-    if PartialState().is_main_process:
-        print("Making the model (one to two minutes the first time, then cached) ...", flush=True)
+    if PartialState().is_main_process and not (cache_folder() / f"tools-{VERSION}").is_dir():
+        print("Making the model (one to two minutes, once) ...", flush=True)
     with PartialState().main_process_first():  # it builds the model, and the others find it in the cache
         path = built_once(f"tools-{VERSION}", warm_start)
     rng = random.Random(1)

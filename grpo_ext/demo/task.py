@@ -207,12 +207,17 @@ def fit(model: LlamaForCausalLM, batch: Callable[[], dict[str, torch.Tensor]], s
     return model.eval()
 
 
+def cache_folder() -> Path:
+    """Return `$GRPO_EXT_CACHE`, or `~/.cache/grpo_ext`."""
+    return Path(os.environ.get("GRPO_EXT_CACHE") or "~/.cache/grpo_ext").expanduser()
+
+
 def built_once(name: str, build: Callable[[], tuple[Any, Any]]) -> Path:
     """Return the folder `name` in the cache; the first call saves the model and tokenizer that `build` returns there.
 
-    The cache is `$GRPO_EXT_CACHE`, or `~/.cache/grpo_ext`. The folder is complete or absent at any time.
+    The folder is complete or absent at any time.
     """
-    cache = Path(os.environ.get("GRPO_EXT_CACHE") or "~/.cache/grpo_ext").expanduser()
+    cache = cache_folder()
     if (cache / name).is_dir():  # before the lock: a filled cache may be read-only
         return cache / name
     cache.mkdir(parents=True, exist_ok=True)

@@ -27,6 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import CheckpointError, ConfigError
 from ..runtime.messages import logger
+from .record import STEPS
 
 LISTING = "checkpoint.json"
 FINGERPRINT = "grpo_ext_identity.json"  # in a checkpoint: what its run is (run.fingerprint)
@@ -124,6 +125,11 @@ def why_broken(folder: str | Path) -> str | None:
         return f"{root} {'is not a folder' if root.exists() else 'does not exist'}"
     if inside := checkpoints(root):
         return f"{root} is a run, not a checkpoint; the newest in it is {inside[-1]}"
+    if (root / STEPS).is_file():
+        return (
+            f"{root} is a run that saved no checkpoint (train with --save_strategy steps --save_steps N); if it saved "
+            "its model at the end, the folder itself holds that"
+        )
     try:
         listing = read_listing(root)
     except CheckpointError as error:
@@ -336,19 +342,25 @@ def lock_to_resume(folder: Path) -> FileLock:
     )
 
 
+def _holds_finished_run(folder: Path) -> bool:
+    """A run that failed or was killed before its first checkpoint is not one: it begins again in its folder."""
+    record = folder / STEPS
+    return record.is_file() and b'"ended": "finished"' in record.read_bytes()
+
+
 def lock_new(output_dir: str | Path) -> tuple[Path, FileLock]:
     """The locked folder of a new run: `output_dir`, or where that belongs to an earlier run, a new one beside it."""
     folder = Path(output_dir)
     lock = _acquire(folder)
-    if lock is not None and run_to_resume(True, folder) is None:
+    if lock is not None and run_to_resume(True, folder) is None and not _holds_finished_run(folder):
         return folder, lock
     reason = "belongs to another run, which has not ended"
     if lock is not None:
         lock.release()
-        reason = "holds checkpoints of an earlier run, which are left alone"
+        reason = "holds an earlier run, which is left alone"
     new = folder_beside(folder)
     logger.warning(
-        f"{folder} {reason}. This run saves to {new}. To continue an earlier run in its folder, pass "
-        "resume_from_checkpoint the path of its newest checkpoint."
+        f"{folder} {reason}. This run saves to {new}. To continue a run in its folder, pass resume_from_checkpoint the "
+        "path of its newest checkpoint."
     )
     return lock_new(new)

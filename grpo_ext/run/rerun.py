@@ -225,7 +225,7 @@ class StepAgain:
         file.append({"step": steps[-1], **about})
         for line in lines:
             file.append(line)
-        logger.info(f"{rerun.text}\nAll that the step computed: {folder / STEP}. The trainer has the weights after it.")
+        logger.info(f"{rerun.text}\nAll that the step computed: {folder / STEP}")
         return rerun
 
     def _lines(self, record: StepRecord, origins: Sequence[Line]) -> Iterator[Line]:

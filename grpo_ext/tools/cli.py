@@ -27,7 +27,8 @@ PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": Fa
 
 app = typer.Typer(
     name="grpo-ext",
-    help="Commands around a run of grpo_ext: plan it, check that the hardware split changes nothing, export, report.",
+    help="Commands around a run of grpo_ext: plan it, check that the hardware split changes nothing, compare two runs "
+    "(diff), look into a step (rerun), export the model, report.",
     no_args_is_help=True,
     **PLAIN,
 )
@@ -104,8 +105,10 @@ def plan(
     if {"model_name_or_path", "demo"} & settings.keys():
         load_libraries()
     if "demo" in settings:
-        from ..demo.task import demo_named
+        from ..demo.task import EMBEDDED, TRAIN_PROMPTS, demo_named
 
+        if settings["demo"] == EMBEDDED:
+            num_prompts = num_prompts or TRAIN_PROMPTS
         settings = {**demo_named(settings["demo"]).settings, **settings}
     geometry = geometry_of(settings, processes)
     typer.echo(sizes_in_words(settings, geometry, num_prompts, engine))
@@ -119,6 +122,8 @@ def plan(
             from .measured_memory import measured_memory
 
             typer.echo(measured_memory(settings, geometry, engine, prompt_length))
+    elif measure or device_memory is not None:
+        raise ConfigError("--measure and --device_memory are about a model; add --model_name_or_path.")
 
 
 def sizes_in_words(settings: Mapping[str, Any], geometry: "BatchGeometry", num_prompts: int | None, engine: str) -> str:
@@ -205,10 +210,11 @@ def export(
     from ..run.checkpoint import LISTING
     from .export import export as export_model
 
-    if checkpoint.is_dir() and not (checkpoint / LISTING).is_file():
-        typer.echo(f"{checkpoint} has no checksums, so it is read without verification.")
     kind = export_model(checkpoint, out, merge_adapter=merge_adapter, base=base, dtype=dtype, trust_shards=trust_shards)
-    typer.echo(f"{out}: {kind}")
+    if not (checkpoint / LISTING).is_file():
+        typer.echo(f"{checkpoint} has no checksums, so it was read without verification.")
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    typer.echo(f"Wrote the weights ({kind}, {size / 1e6:.1f} MB) to {out}")
 
 
 @app.command()
@@ -261,7 +267,7 @@ def rerun(
     ] = None,
     script: Annotated[
         Path | None,
-        typer.Option(help="The script that started the run, unless it is recipes/grpo.py."),
+        typer.Option(help="Another copy of recipes/grpo.py, or a script built like it (it writes recipe.json)."),
     ] = None,
 ) -> None:
     """Run a step of a run again, token by token, and say whether it is the same.

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -99,20 +99,6 @@ def end_with(error: GrpoExtError) -> NoReturn:
     else:
         time.sleep(1.0)  # the launcher ends all processes once one has ended: let the main one print first
     sys.exit(2)
-
-
-def parse(
-    argv: list[str], demos: Mapping[str, str] | None = None
-) -> tuple[Demo | None, ScriptArguments, GRPOConfig, ModelConfig]:
-    """Return (demo, arguments of each kind); a demo's settings are defaults. `demos`: short names of demos in files."""
-    settings = read_settings(argv)
-    if demos and settings.get("demo") in demos:
-        settings["demo"] = demos[settings["demo"]]
-    demo = demo_of(settings)
-    script, training, loading = as_dataclasses({**(demo.settings if demo else {}), **settings})
-    if script.rewards == ["none"] and training.teacher_model is None:
-        raise ConfigError("--rewards none needs a teacher to learn from; set --teacher_model.")
-    return demo, script, training, loading
 
 
 def read_settings(

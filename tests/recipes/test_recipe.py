@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerState
 
 from grpo_ext.demo.task import load_demo
 from grpo_ext.errors import ConfigError
@@ -107,7 +107,7 @@ def test_demo_learns_from_below_035_to_above_090_and_says_where_it_saved(by_acce
     assert saved == pytest.approx(metrics["exact_match_after"], abs=0.01), "the saved model is not the trained one"
 
 
-SAVES = ["--save_strategy", "steps", "--save_steps", "1", "--logging_steps", "1", "--demo_eval_every", "1"]
+SAVES = ["--save_steps", "1", "--logging_steps", "1", "--demo_eval_every", "1"]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -236,6 +236,28 @@ def test_a_case_that_cannot_be_read_says_how_it_is_written(recipe, text, message
 def test_a_case_that_names_a_setting_twice_is_refused(recipe):
     with pytest.raises(ConfigError, match="names a setting twice; write two cases"):
         recipe.read_case("epsilon=0.1,beta=0.1,epsilon=0.2")
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy"),
+    [
+        (["--demo", "letters"], "no"),
+        (["--save_steps", "10"], "steps"),
+        (["--demo", "sums", "--save_steps", "10"], "steps"),
+        (["--save_steps", "10", "--save_strategy", "no"], "no"),
+    ],
+)
+def test_a_demo_saves_checkpoints_where_save_steps_is_set(recipe, options, strategy):
+    _, _, training, _ = recipe.parse([*options, "--output_dir", "out"])
+    assert training.save_strategy == strategy
+
+
+def test_the_console_of_a_rerun_counts_to_its_step_and_shows_what_the_run_logged(recipe, capsys):
+    console, state = recipe.RerunConsole(12), TrainerState(max_steps=150, logging_steps=5)
+    console.on_train_begin(None, state, None)
+    for state.global_step in range(1, 13):
+        console.on_log(None, state, None, logs={"reward": 0.5})
+    assert re.findall(r"^step +(\S+)", capsys.readouterr().out, re.M) == ["5/12", "10/12", "12/12"]
 
 
 @pytest.mark.full  # half a minute: two processes that import the libraries

@@ -216,7 +216,7 @@ def test_a_run_that_goes_back_begins_beside_so_that_latest_means_it(copy, caplog
     other(copy, max_steps=2, **allowed).train(copy / "checkpoint-1")
     assert times(copy) == before
     assert beside(copy) == ["checkpoint-1", "checkpoint-2"]
-    assert f"holds checkpoints of an earlier run, which are left alone. This run saves to {copy}-2" in caplog.text
+    assert f"holds an earlier run, which is left alone. This run saves to {copy}-2" in caplog.text
     other(copy, max_steps=3, **allowed).train("latest")
     assert beside(copy) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert times(copy) == before
@@ -227,7 +227,7 @@ def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, cap
     make(copy, **SAVE).train(run / "checkpoint-2")
     assert times(copy) == before
     assert beside(copy) == ["checkpoint-2", "checkpoint-3"]
-    assert "are left alone" in caplog.text
+    assert "which is left alone" in caplog.text
 
 
 @pytest.mark.parametrize("word", few_of(["checkpoint-1", "latest", "auto"], ["latest", "auto"]))

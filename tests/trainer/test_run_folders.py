@@ -158,3 +158,29 @@ def test_the_fields_of_a_record_are_those_of_the_documents(went_back):
         for part in line.get("rounds", ()):
             found["round"] |= part.keys()
     assert found == documented
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_new_run_leaves_a_finished_one_without_checkpoints_alone(tmp_path, caplog):
+    """Also where one trainer trains twice."""
+    run = tmp_path / "run"
+    trainer = ran(make(run, save_strategy="no", max_steps=2))
+    before = files(run)
+    assert not checkpoints(run)
+    assert ran(make(run, save_strategy="no", max_steps=1)).args.output_dir == f"{run}-2"
+    assert f"{run} holds an earlier run, which is left alone. This run saves to {run}-2" in caplog.text
+    assert ran(trainer).args.output_dir == f"{run}-3"
+    assert files(run) == before
+    assert [read_record(f"{run}{beside}").trained for beside in ("", "-2", "-3")] == [[1, 2], [1], [1, 2]]
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_begins_again_in_its_folder(tmp_path):
+    fails = on("on_step_end", lambda state: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path / "run", save_strategy="no", callbacks=[fails]).train()
+    trainer = ran(make(tmp_path / "run", save_strategy="no"))
+    assert trainer.args.output_dir == f"{tmp_path}/run"
+    assert read_record(tmp_path / "run").trained == [1, 2, 3]

@@ -297,6 +297,13 @@ def test_a_check_refuses_half_a_task_and_names_the_demo(checked, monkeypatch):
     assert [f.__name__ for f in seen["rewards"]] == ["sorted_letters_reward"]
 
 
+def test_a_plan_of_the_demo_knows_its_prompts_and_needs_a_model_for_a_memory():
+    assert "4096 prompts = 256 optimizer steps" in runner.invoke(app, ["plan", "--demo", "letters"]).stdout
+    assert "100 prompts" in runner.invoke(app, ["plan", "--demo", "letters", "--num_prompts", "100"]).stdout
+    result = runner.invoke(app, ["plan", "--demo", "letters", "--device_memory", "1"])
+    assert "--device_memory are about a model; add --model_name_or_path" in str(result.exception)
+
+
 def test_a_plan_takes_adapter_and_precision_from_the_file_of_the_run(tmp_path, invoke):
     config = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100}
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen2ForCausalLM"]}))

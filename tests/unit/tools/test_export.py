@@ -17,9 +17,11 @@ from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
 )
+from typer.testing import CliRunner
 
 from grpo_ext.errors import CheckpointError, ConfigError
 from grpo_ext.run.checkpoint import write_listing
+from grpo_ext.tools.cli import app
 from grpo_ext.tools.export import export
 from tests.support.architectures import architecture
 from tests.support.images import image, image_model, image_processor, image_rows, picture_reward
@@ -111,6 +113,28 @@ def test_an_incomplete_checkpoint_is_refused_with_or_without_checksums(copy, tmp
     with pytest.raises(CheckpointError, match=says):
         export(copy, tmp_path / "out")
     assert nothing_left(tmp_path)
+
+
+def test_a_run_without_checkpoints_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "steps.jsonl").touch()
+    result = CliRunner().invoke(app, ["export", f"{tmp_path}/run", f"{tmp_path}/out"])
+    assert isinstance(result.exception, CheckpointError)
+    assert "saved no checkpoint (train with --save_strategy steps --save_steps N)" in str(result.exception)
+    assert "checksums" not in result.output
+
+
+def test_the_command_says_what_it_wrote(copy, tmp_path):
+    words = ["export", str(copy), f"{tmp_path}/out"]
+    result = CliRunner().invoke(app, words)
+    size = (copy / "model.safetensors").stat().st_size / 1e6
+    assert f"Wrote the weights (full, {size:.1f} MB) to {tmp_path}/out" in result.output
+    assert "checksums" not in result.output
+    (copy / "checkpoint.json").unlink()
+    for file in copy.glob("grpo_ext_*"):  # now it may be another trainer's
+        file.unlink()
+    result = CliRunner().invoke(app, [*words[:-1], f"{tmp_path}/plain"])
+    assert "has no checksums, so it was read without verification." in result.output
 
 
 @pytest.mark.parametrize(
