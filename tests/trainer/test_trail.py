@@ -306,6 +306,8 @@ def test_runs_that_cannot_be_compared_say_why(tmp_path, base):
         diff(base, run(tmp_path / "size", global_batch_size=8, **ONE))
     with pytest.raises(ConfigError, match="had trail=False"):
         diff(base, run(tmp_path / "none", trail=False, **ONE))
+    record = tmp_path / "size" / STEPS
+    write_lines(record, [line for line in read_lines(record) if line["line"] != "end"])  # as after a kill
     run(tmp_path / "size", trail=False, **ONE)  # whose trail is of the earlier start
     with pytest.raises(ConfigError, match="had trail=False"):
         diff(base, tmp_path / "size")
