@@ -95,7 +95,7 @@ def _mixed(key: int, count: int) -> torch.Tensor:
     return mix((signed(key) + torch.arange(count)) * signed(GOLDEN), 0)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache  # 24 bytes for each 65,536 elements of a parameter
 def _of_blocks(key: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Factors (N,) and signs (N, P) of the blocks of a parameter, which the host sends to a device once."""
     return _factors(key, count).to(device), _signs(key, count).double().to(device)

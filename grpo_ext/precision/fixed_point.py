@@ -12,7 +12,7 @@ import torch
 from ..errors import PrecisionError
 
 FRACTION_BITS = 48  # steps of 3.6e-15; sums up to 16384
-# elements converted at a time: 32 MiB each as float64 and as int64, whatever the size of the tensor
+# elements converted at a time: 16 MiB as float32 (float64: 32) and 32 as int64, whatever the size of the tensor
 _SLICE = 2**22
 
 

@@ -25,8 +25,8 @@ from ..forward.lm_head import LogProbs, RouterOutput
 from .inputs import LENGTHS, LossInputs
 from .statistics import loss_mask
 
-# the sampler's and the trainer's rounding may drift apart along a completion: names, and positions from and below
 _EXTREMES = {"clip_ratio/low": "clip_ratio/low_min", "clip_ratio/high": "clip_ratio/high_max"}  # over rows
+# the sampler's and the trainer's rounding may drift apart along a completion: names, and positions from and below
 _DEPTHS = (
     ("sampling/logp_difference/below_64", 0, 64),
     ("sampling/logp_difference/below_512", 64, 512),

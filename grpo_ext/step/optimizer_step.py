@@ -100,7 +100,8 @@ class Attempt:
                 scores = self.forwards.micro_batch_log_probs(
                     model, micro_batch.rows, settings.router, micro_batch.padded
                 )
-                mask_S = loss_mask(micro_batch.columns)
+                # a column may be a part of the micro-batch's buffer, which would stay on the device with it
+                mask_S = loss_mask(micro_batch.columns).clone()
                 experts = None if scores.router is None else scores.router.statistics()
                 measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies_S, mask_S, experts))
         set_statistics(step, measured, settings.top_entropy_quantile)

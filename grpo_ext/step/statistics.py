@@ -91,8 +91,10 @@ class StepMetrics:
                 groups.setdefault(value.dtype, {})[place] = value.to(self.device)
         stacks = [torch.stack([*group.values()]).to(dtype) for group in groups.values()]
         sent = torch.cat(stacks).tolist() if stacks else []
-        on_host = dict(enumerate(values)) | dict(zip(itertools.chain(*groups.values()), sent, strict=True))
-        return [float(value) for value in on_host.values()]
+        on_host = list(values)
+        for place, number in zip(itertools.chain(*groups.values()), sent, strict=True):
+            on_host[place] = number
+        return [*map(float, on_host)]
 
 
 def _reduced(kind: str, pairs: Sequence[tuple[float, float]]) -> float:
