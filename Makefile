@@ -124,7 +124,7 @@ $(REHEARSAL)/.ready: tests/gpu/machine.txt
 	@touch $@
 
 rehearse-gpu: $(REHEARSAL)/.ready wheels-gpu  ## test-gpu at toy size, in an environment that holds what such a machine does
-	@$(MAKE) --no-print-directory test-gpu TOY=1 PYTHON=$(REHEARSAL)/bin/python ARGS="--parts tests,figures --seconds 7200 $(ARGS)"
+	@$(MAKE) --no-print-directory test-gpu TOY=1 PYTHON=$(REHEARSAL)/bin/python ARGS="--parts tests,figures,processes --seconds 7200 $(ARGS)"
 
 check: $(READY)  ## show that the split does not matter, on the demo (ARGS="--against trl")
 	@$(BIN)/grpo-ext check $(ARGS)

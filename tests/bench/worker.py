@@ -116,7 +116,7 @@ def _reset_peak() -> None:
 
 
 def _now_and_peak() -> tuple[float, float]:
-    """Memory now and its peak since `_reset_peak`, MiB: the accelerator's, or this process's resident set."""
+    """Memory now and its peak since `_reset_peak`, MiB: the accelerator's tensors, or this process's resident set."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated() / 2**20, torch.cuda.max_memory_allocated() / 2**20
     now = psutil.Process().memory_info().rss / 2**20
@@ -125,6 +125,19 @@ def _now_and_peak() -> tuple[float, float]:
         return now, next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
     except (OSError, StopIteration):
         return now, peak_memory_mib(torch.device("cpu")) or now
+
+
+def _reserved_peak() -> dict[str, float]:
+    """The peak of what the allocator holds of an accelerator, MiB: free blocks too, so more than its tensors."""
+    return {"peak_reserved_mib": torch.cuda.max_memory_reserved() / 2**20} if torch.cuda.is_available() else {}
+
+
+def _in_use() -> dict[str, float]:
+    """The memory of an accelerator that is in use, MiB, by this process's context and by all other processes."""
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"in_use_mib": (total - free) / 2**20}
 
 
 def _now() -> float:
@@ -199,6 +212,7 @@ class _Server(TrainerCallback):
         self.seconds: dict[str, float] = defaultdict(float)
         self.base = 0.0  # MiB of the process with its model loaded
         self.layout: Callable[[], dict[str, Any]] = dict  # form of completions, and how many of them fit in a forward
+        self.numerics: dict[str, str] = {}  # of sampling: attention, and the type of the weights
 
     def time(self, owner: Any, method: str, phase: Callable[[], str | None]) -> None:
         inner = getattr(owner, method)
@@ -222,13 +236,16 @@ class _Server(TrainerCallback):
             os._exit(0)
         self.seconds.clear()
         _reset_peak()
+        self.began = _now()
 
     def report(self, tokens: float) -> None:
+        """Answer with the step: `wall` is all of it, and `seconds` its phases, which leave out what is between them."""
+        wall = _now() - self.began
         peak = _now_and_peak()[1]
         seconds = {phase: self.seconds[phase] for phase in PHASES}
         seconds["forward/backward"] = max(self.seconds["step"] - self.seconds["prepare"], 0.0)
-        memory = {"working_mib": peak - self.base, "peak_mib": peak}
-        self.answer({"seconds": seconds, "tokens": tokens, **memory, **self.layout()})
+        memory = {"working_mib": peak - self.base, "peak_mib": peak, **_reserved_peak()}
+        self.answer({"wall": wall, "seconds": seconds, "tokens": tokens, **memory, **self.layout(), **self.numerics})
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self.wait()
@@ -253,7 +270,7 @@ def main() -> None:
     from grpo_ext.forward.architecture import attention_sizes, base_model_of, weight_sizes
 
     spec = json.loads(sys.argv[1])
-    shape = Shape(**spec["shape"])
+    shape, in_use = Shape(**spec["shape"]), _in_use()
     with tempfile.TemporaryDirectory() as folder:
         trainer, rollouts = make_trainer(spec, shape, folder, server)
         server.tokens = _counting(trainer) if shape.whole else lambda: rollouts.tokens
@@ -266,13 +283,13 @@ def main() -> None:
         model = base_model_of(trainer.model)
         (body, head), (width, _) = weight_sizes(model), attention_sizes(model.config)
         adapters = sum(p.numel() for n, p in model.named_parameters() if "lora" in n)
-        server.answer({"flops": rollouts.flops(width, body - adapters, head)})
+        server.answer({"flops": rollouts.flops(width, body - adapters, head), **in_use})
         if spec["who"] == OURS:
             runner = trainer._step_planner  # cuts a micro-batch that does not fit
             server.layout = lambda: {"form": runner.forwards.choice.form(model), "micro": runner.limits.rows}
         server.base = _now_and_peak()[0]
         if shape.sample:
-            _serve_sampling(trainer, server)
+            _serve_sampling(trainer, server, spec.get("warm_up_tokens"))
         trainer.train()
 
 
@@ -283,6 +300,8 @@ def _counting(trainer: Any) -> Callable[[], float]:
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         result = generate(*args, **kwargs)
+        if len(result[0]) != len(args[0]):  # continuous batching logs its errors, and returns what it has
+            raise RuntimeError(f"sampling returned {len(result[0])} of {len(args[0])} completions")
         sampled.append(sum(map(len, result[0])))
         return result
 
@@ -295,11 +314,24 @@ def _counting(trainer: Any) -> Callable[[], float]:
     return count
 
 
-def _serve_sampling(trainer: Any, server: _Server) -> None:
-    """Sample the first rollout again and again; ours under another seed each time, as stock TRL does by itself."""
+def _serve_sampling(trainer: Any, server: _Server, warm_up_tokens: int | None) -> None:
+    """Sample the first rollout again and again; ours under another seed each time, as stock TRL does by itself.
+
+    The first time completions have at most `warm_up_tokens`.
+    """
     item = next(iter(trainer.get_train_dataloader()))
     sampled = _counting(trainer)
     trainer.model.train()
+
+    def note(model: Any, *_: Any) -> None:
+        attention, dtype = model.config._attn_implementation, next(model.parameters()).dtype
+        server.numerics = {"attention": attention, "weights": str(dtype).removeprefix("torch.")}
+
+    note(trainer.model)
+    if not hasattr(trainer, "_rollouts"):  # stock TRL; continuous batching changes both, the attention only meanwhile
+        trainer.model.register_forward_pre_hook(note)
+    longest = trainer.generation_config.max_new_tokens
+    trainer.generation_config.max_new_tokens = warm_up_tokens or longest
     while True:
         server.wait()
         trainer.args.seed += 1
@@ -308,6 +340,7 @@ def _serve_sampling(trainer: Any, server: _Server) -> None:
             trainer._rollouts.current = None
         trainer._prepare_inputs(item)
         server.report(sampled())
+        trainer.generation_config.max_new_tokens = longest
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python -m tests.gpu.measure --parts tests,profile
 
-A part has its share of the time, and what it leaves goes to those after it. The file is written whole after each part
-and each run, so that a measurement that is cut short has said what it found. Differs from `make bench`: bfloat16
-autocast, one trainer on the device at a time. `--toy` rehearses all of it at toy size on the CPU.
+A part has its share of the time, and what it leaves goes to those after it. The file is written whole after each run
+and while tests and scripts run, so that a measurement that is cut short has said what it found. Differs from `make
+bench`: bfloat16 autocast, one trainer on the device at a time. `--toy` rehearses all of it at toy size on the CPU.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from grpo_ext.run.log import versions
 from tests.bench.measuring import machine
 
 from .parts import MINUTES, SETS, Part, chosen
+from .processes import exit_when_terminated
 from .pytests import run_tests
-from .results import DONE, FORMAT, RUNNING, UNFINISHED, WAITING, compare, write
+from .results import DONE, FAILED, FORMAT, RUNNING, UNFINISHED, WAITING, compare, problems, write
 from .scripts import run_script
 from .steps import run_steps, say, toy
 
@@ -44,9 +46,16 @@ def run_part(part: Part, is_toy: bool, seconds: float, save: Callable[[dict[str,
         runs = list(map(toy, part.runs)) if is_toy else list(part.runs)
         run_steps(runs, part.ratios, None if is_toy else device_mib(), seconds, save)
     elif part.script is not None:
-        save(run_script(part.script, is_toy, seconds))
+        save(run_script(part.script, is_toy, seconds, save))
     else:
-        save(run_tests(part.name, is_toy, seconds))
+        save(run_tests(part.name, is_toy, seconds, save))
+
+
+def started(part: Part) -> dict[str, Any]:
+    """A part before it has measured anything."""
+    if part.runs:
+        return {"status": RUNNING, "runs": {run.name: {"status": WAITING} for run in part.runs}}
+    return {"status": RUNNING, "figures": {}}
 
 
 def arguments() -> argparse.Namespace:
@@ -75,6 +84,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    exit_when_terminated()
     earlier = None if options.compare is None else json.loads(options.compare.read_text())
     start = time.monotonic()
     about = {"format": FORMAT, "toy": options.toy, "machine": machine() | {"gpu_mib": device_mib()}}
@@ -90,12 +100,19 @@ def main() -> int:
             parts[name] = outcome | {"share": share, "seconds": time.monotonic() - begin}
             write(options.output, result | {"seconds": time.monotonic() - start})
 
-        save({"status": RUNNING})
+        save(started(part))
         say(f"{part.name}: up to {seconds:.0f} s")
-        run_part(part, options.toy, seconds, save)
+        try:
+            run_part(part, options.toy, seconds, save)
+        except Exception as error:  # the parts after it do not depend on it
+            traceback.print_exc()
+            measured = {name: value for name, value in parts[part.name].items() if name in ("runs", "figures")}
+            save({**measured, "status": FAILED, "reason": f"{type(error).__name__}: {error}"})
         say(f"{part.name}: {parts[part.name]['status']}")
     for line in compare(earlier, result) if earlier is not None else ():
         say(line)
+    for problem in problems(json.loads(options.output.read_text())):
+        say(f"warning: {problem}")
     others = [f"{name} ({part['status']})" for name, part in parts.items() if part["status"] != DONE]
     say(f"not done: {', '.join(others) or 'nothing'}; see {options.output}")
     return int(any(part["status"] in UNFINISHED for part in parts.values()))

@@ -1,7 +1,8 @@
 """The parts of `python -m tests.gpu.measure`: what each runs, and its share of the time.
 
 A set of parts takes at most twenty minutes: "tests" says whether the package is right on this GPU, "figures" how fast
-it is beside others. What finds most comes first. `expected_seconds` is the arithmetic of the shares.
+it is beside others, "processes" what needs several processes or vLLM. What finds most comes first. `expected_seconds`
+and `SCRIPT_SECONDS` are the arithmetic of the shares.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from grpo_ext.tools.stock import OURS, STOCK
 from tests.bench.shapes import Shape
 from tests.support.gpu import TEST_PARTS
 
-from .steps import BATCHED, MODELS, Run
+from .steps import BATCHED, MODELS, WARM_UP_TOKENS, Run
 
 MINUTES = 20
 
@@ -44,7 +45,10 @@ PAIR_LORA = replace(PAIR, name=f"{PAIR.name}, LoRA", lora=True)
 # as many tokens in rows of prompt and completion
 EIGHT = Shape("8 completions of one prompt", 2048, 2048, 2048, groups=1, checkpointing=True)
 EIGHT_LORA = replace(EIGHT, name=f"{EIGHT.name}, LoRA", lora=True)
+# its seconds are of the whole step, its memory is what the allocator reserves (`peak_reserved_mib`); it holds frozen
+# weights in bfloat16, and ours in float32
 SOURCE = "prime-rl, baselines of 15 January 2026: one H100, torch.compile, FlashAttention 3, full recomputation"
+SOURCE_LORA = f"{SOURCE}, --max-concurrent-runs 4"
 LONG_RUNS = tuple(
     Run(
         pair,
@@ -52,7 +56,13 @@ LONG_RUNS = tuple(
         model,
         model=model,
         micro=1,
-        published={"source": SOURCE, "seconds": seconds, "peak_gib": gib} if who == OURS else {},
+        published={
+            "source": SOURCE_LORA if pair.lora else SOURCE,
+            "seconds": seconds,
+            "peak_reserved_gib": gib,
+        }
+        if who == OURS
+        else {},
     )
     for pair, model, seconds, gib in (
         (PAIR, "qwen3-0.6b", 1.99, 12.5),
@@ -73,12 +83,24 @@ AGAINST_STOCK = {
     for ours, stock in zip(runs[::2], runs[1::2], strict=True)
 }
 
-# ---- TRL's pull request 5349 measures its asynchronous trainer with a sequence of 8,192 tokens
-HALF = Shape("two sequences of 8,192 tokens", 1, 8191, 8191, groups=1, group=2, checkpointing=True)
-TRLS = {"source": "TRL's asynchronous trainer, hardware unstated", "tokens_per_second": 7282, "peak_gb": 37.1}
+# ---- TRL's pull request 6092 measures its asynchronous trainer: 4 micro-batches of 14,922 tokens. The lengths of its
+# rows are estimated: padded micro-batches of 4 rows had about 6,112 tokens there, so a row about 1,500
+ROWS = Shape("40 rows of 1,492 tokens", 1, 1491, 1491, groups=4, group=10, checkpointing=True)
+TRLS = "huggingface/trl#6092, asynchronous trainer, one process, gradient checkpointing, hardware unstated"
 TRLS_RUNS = tuple(
-    Run(HALF, who, "qwen3-1.7b", model="qwen3-1.7b", micro=1, published=TRLS if who == OURS else {})
-    for who in (OURS, STOCK)
+    Run(
+        ROWS,
+        who,
+        "qwen3-1.7b",
+        model="qwen3-1.7b",
+        micro=micro,
+        rounds=2,
+        published={"source": f"{TRLS}, {rows}", "tokens_per_second": rate, "peak_gb": peak},
+    )
+    for who, micro, rows, rate, peak in (
+        (OURS, 10, "rows without padding, at most 16,384 tokens", 7282, 37.1),
+        (STOCK, 4, "4 padded rows", 5538, 37.0),
+    )
 )
 
 # ---- canonical units are groups, so micro-batches of a group have the same shapes
@@ -92,7 +114,8 @@ MODE_RATIOS = {
     "bitwise / default with micro-batches of a group": (MODES[2].name, MODES[1].name),
 }
 
-# ---- no row ends before 1,024 tokens
+# ---- of 64 rows one in three times ends before 1,024 tokens: one token of the vocabulary ends a row, and each is as
+# likely. A few tokens before those that count initialise what samples
 SAMPLED = tuple(
     Shape(f"sampling, {8 * groups} rows of 1,024 tokens", 64, 1024, 1024, groups=groups, sample=True)
     for groups in (8, 32)
@@ -102,7 +125,7 @@ SAMPLERS = (
     (STOCK, "generate", {}),
     (STOCK, "continuous batching", {BATCHED: True}),
 )
-SAMPLING_RUNS = tuple(Run(shape, *who, rounds=1, warm_up=0) for shape in SAMPLED for who in SAMPLERS)
+SAMPLING_RUNS = tuple(Run(shape, *who, rounds=1) for shape in SAMPLED for who in SAMPLERS)
 
 SETS = {
     "tests": (
@@ -122,10 +145,12 @@ SETS = {
         Part("shared prompt", 260, SHARED_RUNS, ratios=AGAINST_STOCK),
         Part("bitwise cost", 95, MODES, ratios=MODE_RATIOS),
         Part("profile", 75, script="step_profile"),
-        Part("two ranks", 70, script="two_ranks"),
-        Part("1.7B", 90, TRLS_RUNS, ratios={"stock TRL / grpo_ext, 1.7B": (TRLS_RUNS[1].name, TRLS_RUNS[0].name)}),
-        Part("sampling speed", 260, SAMPLING_RUNS),
-        Part("vLLM", 40, script="vllm_step"),
+        Part("1.7B", 120, TRLS_RUNS, ratios={"stock TRL / grpo_ext, 1.7B": (TRLS_RUNS[1].name, TRLS_RUNS[0].name)}),
+        Part("sampling speed", 340, SAMPLING_RUNS),
+    ),
+    "processes": (
+        Part("two ranks", 150, script="two_ranks"),
+        Part("vLLM", 330, script="vllm_step"),
     ),
 }
 PARTS = tuple(part for parts in SETS.values() for part in parts)
@@ -145,7 +170,10 @@ def chosen(text: str) -> list[Part]:
 
 START = 20.0  # seconds until a process has its trainer on the device
 RATE = 150e12  # operations a second: prime-rl has 11% (0.6B) to 22% (4B) of an H100's 989e12
-DECODE = 0.02  # seconds for a token of all rows: about 700 launches
+# seconds for a token of all rows, by sampler: about 700 launches; `generate` also converts weights under autocast
+DECODE = {"": 0.02, "generate": 0.035, "continuous batching": 0.03}
+# scripts: starts of processes, and a few seconds of work in each; four of vLLM's engines take about a minute each
+SCRIPT_SECONDS = {"step_profile": 2 * START + 25, "two_ranks": 4 * START + 40, "vllm_step": START + 4 * 70}
 SLOWER = {OURS: 1.0, STOCK: 1.5}  # where prompts are not shared; what sharing saves is in the tokens
 
 
@@ -153,7 +181,7 @@ def expected_seconds(run: Run) -> float:
     """What a run takes on an H100, by arithmetic."""
     shape, steps = run.shape, run.warm_up + run.rounds
     if shape.sample:
-        return START + steps * DECODE * shape.longest
+        return START + DECODE[run.note] * (run.rounds * shape.longest + run.warm_up * WARM_UP_TOKENS)
     sizes, rows = MODELS[run.model], shape.groups * shape.group
     width, inner, layers = sizes["hidden_size"], sizes["intermediate_size"], sizes["num_hidden_layers"]
     heads, keys = sizes["num_attention_heads"], sizes["num_key_value_heads"]

@@ -6,49 +6,44 @@ The script writes its part of the result to FILE, whole each time (`results.writ
 where it did not run.
 """
 
-import contextlib
-import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .results import DONE, FAILED, LATE, reason_in
+from .processes import watched
+from .results import DONE, FAILED, LATE, RUNNING, TAIL, read_part, reason_in
 
 
-def run_script(name: str, is_toy: bool, seconds: float) -> dict[str, Any]:
-    """What the script wrote, also where it ended early or in an error."""
+def run_script(name: str, is_toy: bool, seconds: float, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """What the script wrote, also where it ended early or in an error; `save` takes it while the script runs."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         file = Path(folder, "part.json")
-        # a group of its own, so that processes which it started end with it
+
+        def save_written() -> None:
+            # a failure has its reason by now, and the script may go on
+            save({"figures": {}, "status": RUNNING} | read_part(file))
+
         names = os.environ | {"GRPO_EXT_TOY": str(int(is_toy))}
-        called = command(name, file, seconds, is_toy)
-        process = subprocess.Popen(called, env=names, stdout=errors, stderr=errors, start_new_session=True)
-        try:
-            status = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end_group(process)
-        written = json.loads(file.read_text()) if file.exists() else {}
+        status = watched(command(name, file, seconds, is_toy), names, seconds, errors, save_written)
+        written = read_part(file)
         errors.seek(0)
-        reason = reason_in(errors.read())
+        text = errors.read()
     result = {"status": DONE, "figures": {}} | written
     if status is None:
-        return result | {"status": LATE, "reason": f"the script {name} did not end in {seconds:.0f} s"}
+        late = f"the script {name} did not end in {seconds:.0f} s"
+        if result["status"] == FAILED:  # which says more than the time
+            return result | {"reason": f"{result['reason']}; {late}"}
+        return result | {"status": LATE, "reason": late}
     if status != 0:
-        return result | {"status": FAILED, "reason": reason or f"it ended with status {status}"}
+        reason = reason_in(text) or f"it ended with status {status}"
+        if result["status"] == FAILED:
+            reason = f"{result['reason']}; {reason}"
+        return result | {"status": FAILED, "reason": reason, "errors": result.get("errors", {}) | {name: text[-TAIL:]}}
     return result
 
 
 def command(name: str, file: Path, seconds: float, is_toy: bool) -> list[str]:
     return [sys.executable, "-m", f"tests.gpu.{name}", str(file), str(seconds), str(int(is_toy))]
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all have ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -23,11 +23,13 @@ from tests.bench.measuring import Worker, spec_of
 from tests.bench.shapes import MODELS as REAL
 from tests.bench.shapes import Shape, decoder
 
-from .results import DONE, FAILED, LATE, RUNNING, TOO_LARGE, WAITING, reason_in, worst
+from .results import DONE, FAILED, LATE, OF_SAMPLING, RUNNING, TOO_LARGE, WAITING, of_memory, reason_in, worst
 
 ROUNDS = 3
 BATCHED = "use_transformers_continuous_batching"
 LORA_RANK = 16  # trl's default
+WARM_UP_TOKENS = 8  # of a completion, the first time that a process samples
+BUSY_MIB = 2048  # beyond a process's context: something else has memory of the device
 QWEN3 = {  # hidden, inner, layers, heads, heads of keys
     "qwen3-0.6b": (1024, 3072, 28, 16, 8),
     "qwen3-1.7b": (2048, 6144, 28, 16, 8),
@@ -107,6 +109,7 @@ def measure(run: Run, end: float, device_mib: float | None) -> dict[str, Any]:
     """Medians of the steps, at the micro-batch that is asked for or the largest that fits."""
     model, rows = MODELS[run.model], run.shape.groups * run.shape.group
     options = {"bf16": True, **run.options}
+    more = {"warm_up_tokens": WARM_UP_TOKENS} if run.shape.sample and run.warm_up else {}
     result: dict[str, Any] = {"published": dict(run.published)} if run.published else {}
     trains = run.who == OURS and not run.shape.samples
     if trains and run.micro is not None:  # before anything is loaded
@@ -114,17 +117,23 @@ def measure(run: Run, end: float, device_mib: float | None) -> dict[str, Any]:
         if device_mib is not None and result["planned_mib"] > device_mib:
             reason = f"plan expects {result['planned_mib']:.0f} MiB, and the device has {device_mib:.0f}"
             return result | {"status": TOO_LARGE, "reason": reason}
-    sizes = [rows >> n for n in range(rows.bit_length())] if run.micro is None else [run.micro]
+    # all rows are sampled together, whatever a micro-batch has
+    halves = [rows] if run.shape.samples else [rows >> n for n in range(rows.bit_length())]
+    sizes = halves if run.micro is None else [run.micro]
     for micro in sizes:
-        spec = spec_of(run.shape, run.who, micro, model, "float32", options)
-        steps, error = _steps(run, spec, end)
-        fits = error is None or "out of memory" not in error.lower() or time.monotonic() > end
+        spec = spec_of(run.shape, run.who, micro, model, "float32", options) | more
+        about, steps, error = _steps(run, spec, end)
+        fits = error is None or not of_memory(error) or time.monotonic() > end
         if fits or micro == sizes[-1]:
             break
         say(f"{run.name}: {micro} completions do not fit")
+    if "in_use_mib" in about:  # another process takes memory and time
+        result["in_use_mib"] = about["in_use_mib"]
+        if about["in_use_mib"] > BUSY_MIB:
+            say(f"warning: {run.name} started with {about['in_use_mib']:.0f} MiB of the device in use")
     if len(steps) > run.warm_up:
         micro, form = steps[-1].get("micro", micro), steps[-1].get("form", "padded")
-        result |= summary(steps[run.warm_up :]) | {"form": form, "micro_batch": micro}
+        result |= summary(steps[run.warm_up :], run.shape.sample) | {"form": form, "micro_batch": micro}
         if trains:
             result["planned_mib"] = planned_mib(run.shape, form, micro, model)
     if error is None:
@@ -137,18 +146,20 @@ def measure(run: Run, end: float, device_mib: float | None) -> dict[str, Any]:
     return result
 
 
-def _steps(run: Run, spec: dict[str, Any], end: float) -> tuple[list[dict[str, Any]], str | None]:
-    """What each step took, and the last line of an error that ended them."""
+def _steps(run: Run, spec: dict[str, Any], end: float) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
+    """What the process says of itself, what each step took, and the error that ended them."""
+    about: dict[str, Any] = {}
     steps: list[dict[str, Any]] = []
     with tempfile.TemporaryFile("w+") as errors:
         try:
             with closing(Worker(spec, max(end - time.monotonic(), 1), errors)) as worker:
+                about = worker.about
                 for _ in range(run.warm_up + run.rounds):
                     steps.append(worker.step())
         except (LaunchError, OSError) as error:  # it ended, or was ended
             errors.seek(0)
-            return steps, reason_in(errors.read()) or str(error)
-    return steps, None
+            return about, steps, reason_in(errors.read()) or str(error)
+    return about, steps, None
 
 
 def planned_mib(shape: Shape, form: Any, micro: int, model: dict[str, Any]) -> float:
@@ -161,9 +172,15 @@ def planned_mib(shape: Shape, form: Any, micro: int, model: dict[str, Any]) -> f
     return memory.memory_of(plan.sizes_of(AutoConfig.for_model(**model), lora_rank=rank), layout)["training"] / 2**20
 
 
-def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(steps: list[dict[str, Any]], is_sampling: bool = False) -> dict[str, Any]:
+    """Medians. `seconds` are those of a whole step, as others give them, or those of sampling alone."""
     phases = {name: statistics.median(step["seconds"][name] for step in steps) for name in steps[0]["seconds"]}
-    seconds = statistics.median(sum(step["seconds"].values()) for step in steps)
-    peaks = {name: statistics.median(step[name] for step in steps) for name in ("peak_mib", "working_mib")}
+    seconds = phases["rollout"] if is_sampling else statistics.median(step["wall"] for step in steps)
+    peaks = {
+        name: statistics.median(step[name] for step in steps)
+        for name in ("peak_mib", "working_mib", "peak_reserved_mib")
+        if name in steps[0]
+    }
+    numerics = {name: steps[-1][name] for name in OF_SAMPLING if name in steps[-1]}
     rate = steps[0]["tokens"] / seconds
-    return {"steps": len(steps), "seconds": seconds, "phases": phases, "tokens_per_second": rate, **peaks}
+    return {"steps": len(steps), "seconds": seconds, "phases": phases, "tokens_per_second": rate, **peaks, **numerics}

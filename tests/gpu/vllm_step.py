@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.support.launch import ROOT, environment
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, change, make
 
-from .results import FAILED, NOT_RUN, reason_in, write
+from .results import FAILED, NOT_RUN, TAIL, reason_in, write
 
 SETTINGS: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
 SETTINGS |= {"vllm_max_model_length": 128, "max_completion_length": 16, "per_device_train_batch_size": 8}
@@ -35,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 MISSING = "vLLM is not installed: its wheel needs one version of torch, and gigabytes that wheels/ does not hold"
 LOGGED = "sampling/"
+RESERVE = 5.0  # seconds of the share that are left for the last figures
 # what the kernels of vLLM take; the stand-in has a shape of its own
 SHAPE = {} if TOY else {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
 if TOY:
@@ -68,26 +70,31 @@ def main(file: Path, seconds: float) -> None:
     if not TOY and importlib.util.find_spec("vllm") is None:
         write(file, {"status": NOT_RUN, "reason": MISSING, "figures": {}})
         return
+    end = time.monotonic() + seconds - RESERVE
     figures: dict[str, Any] = {}
-    failed = {}
-    for case in CASES:
+    failed: dict[str, str] = {}
+    errors: dict[str, str] = {}
+    for done, case in enumerate(CASES):
+        allowed = max(end - time.monotonic(), 1.0) / (len(CASES) - done)
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "tests.gpu.vllm_step", folder, case]
             quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
             try:
                 env = environment(**quiet)
-                done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
-                reason = reason_in(done.stderr)
-            except subprocess.TimeoutExpired:
-                reason = f"it did not end in {seconds:.0f} s"
+                ended = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=allowed)
+                text = ended.stderr
+                reason = reason_in(text) or "it ended without a result"
+            except subprocess.TimeoutExpired as late:
+                text = late.stderr.decode(errors="replace") if isinstance(late.stderr, bytes) else ""
+                reason = f"it did not end in {allowed:.0f} s"
             result = Path(folder, "result.json")
             if result.exists():
                 figures[case] = json.loads(result.read_text())
             else:
-                failed[case] = reason or "it ended without a result"
-        write(file, {"figures": figures})
-    reason = "; ".join(f"{case}: {line}" for case, line in failed.items())
-    write(file, {"figures": figures, **({"status": FAILED, "reason": reason} if failed else {})})
+                failed[case] = reason
+                errors[case] = text[-TAIL:]
+        why = "; ".join(f"{one}: {line}" for one, line in failed.items())
+        write(file, {"figures": figures, **({"errors": errors, "status": FAILED, "reason": why} if failed else {})})
 
 
 if __name__ == "__main__":
