@@ -45,8 +45,8 @@ PAIR_LORA = replace(PAIR, name=f"{PAIR.name}, LoRA", lora=True)
 # as many tokens in rows of prompt and completion
 EIGHT = Shape("8 completions of one prompt", 2048, 2048, 2048, groups=1, checkpointing=True)
 EIGHT_LORA = replace(EIGHT, name=f"{EIGHT.name}, LoRA", lora=True)
-# its seconds are of the whole step, its memory is what the allocator reserves (`peak_reserved_mib`); it holds frozen
-# weights in bfloat16, and ours in float32
+# its seconds are of the whole step, its memory is what the allocator reserves (`peak_reserved_mib`); frozen weights are
+# float32 here
 SOURCE = "prime-rl, baselines of 15 January 2026: one H100, torch.compile, FlashAttention 3, full recomputation"
 SOURCE_LORA = f"{SOURCE}, --max-concurrent-runs 4"
 LONG_RUNS = tuple(

@@ -1,6 +1,7 @@
 """`make test-gpu` beyond its tests: which parts it runs, within which time, and what its file holds."""
 
 import copy
+import io
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 
 from grpo_ext.tools.stock import OURS
+from tests.bench import worker
 from tests.gpu import measure, parts, processes, pytests, results, scripts, step_profile, steps, two_ranks
 from tests.support.gpu import TEST_PARTS
 
@@ -122,7 +124,7 @@ def test_parts_are_chosen_by_name_and_by_set_in_the_order_in_which_they_run():
     assert [part.name for part in parts.chosen("profile, bits,head")] == ["head", "bits", "profile"]
     assert parts.chosen("figures") == [*parts.SETS["figures"]]
     assert parts.chosen("tests,figures,processes,bits") == [*parts.PARTS]
-    with pytest.raises(ValueError, match=r"there is no part 'speed'; there are tests, figures, head, "):
+    with pytest.raises(ValueError, match=r"there is no part 'speed'; there are tests, figures, processes, head, "):
         parts.chosen("head,speed")
 
 
@@ -240,6 +242,28 @@ def test_the_seconds_of_a_step_are_those_of_all_of_it_and_of_sampling_its_own():
     whole, sampled = steps.summary([STEP]), steps.summary([STEP], is_sampling=True)
     assert (whole["seconds"], whole["tokens_per_second"], whole["peak_reserved_mib"]) == (2.0, 5.0, 4.0)
     assert (sampled["seconds"], sampled["tokens_per_second"]) == (1.0, 10.0)
+
+
+def test_the_wall_time_of_a_step_has_what_is_between_its_phases(monkeypatch):
+    answers = io.StringIO()
+    server = worker._Server(answers)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("step\n"))
+    server.wait()
+    time.sleep(0.02)
+    server.report(4.0)
+    answer = json.loads(answers.getvalue())
+    assert sum(answer["seconds"].values()) == 0.0
+    assert answer["wall"] >= 0.02
+
+
+def test_a_sampler_that_returns_fewer_rows_than_asked_for_fails():
+    sampler = mock.Mock()
+    sampler._generate_single_turn = lambda prompts: ([[1, 2]], None)
+    count = worker._counting(sampler)
+    sampler._generate_single_turn([[1]])
+    assert count() == 2
+    with pytest.raises(RuntimeError, match="sampling returned 1 of 2 completions"):
+        sampler._generate_single_turn([[1], [2]])
 
 
 def test_sampling_out_of_memory_is_not_started_again(monkeypatch):
