@@ -21,6 +21,7 @@ WORST_FIRST = (FAILED, LATE, TOO_LARGE, NOT_RUN)
 UNFINISHED = (FAILED, LATE, WAITING, RUNNING)  # with these the exit status is 1
 
 NUMBER = (int, float)
+NOT_ENDED = "it did not end in"
 TAIL = 2000  # characters of a process's errors that stay in the file
 Kinds = Mapping[str, type | tuple[type, ...]]
 TOP: Kinds = {"format": int, "toy": bool, "machine": dict, "versions": dict, "seconds": NUMBER, "parts": dict}
@@ -64,6 +65,15 @@ def read_part(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
+def of_failures(failures: Mapping[str, str]) -> dict[str, str]:
+    """The status and the reason of a part, from the reasons by name of what failed or was not in time."""
+    if not failures:
+        return {}
+    late = all(reason.startswith(NOT_ENDED) for reason in failures.values())
+    reason = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+    return {"status": LATE if late else FAILED, "reason": reason}
+
+
 def worst(statuses: list[str]) -> str:
     return next((status for status in WORST_FIRST if status in statuses), DONE)
 
@@ -77,6 +87,11 @@ def reason_in(errors: str) -> str:
         return lines[-1]
     message = itertools.takewhile(lambda line: line and not line.startswith("["), lines[starts[-1] :])
     return "\n".join(message)[:TAIL]
+
+
+def not_ended(seconds: float) -> str:
+    """The reason of a process that was ended because its time was over."""
+    return f"{NOT_ENDED} {seconds:.0f} s"
 
 
 def of_memory(reason: str) -> bool:

@@ -31,18 +31,18 @@ def run_script(name: str, is_toy: bool, seconds: float, save: Callable[[dict[str
         written = read_part(file)
         errors.seek(0)
         text = errors.read()
-    result = {"status": DONE, "figures": {}} | written
+    result: dict[str, Any] = {"status": DONE, "figures": {}} | written
+    if status == 0:
+        return result
     if status is None:
-        late = f"the script {name} did not end in {seconds:.0f} s"
-        if result["status"] == FAILED:  # which says more than the time
-            return result | {"reason": f"{result['reason']}; {late}"}
-        return result | {"status": LATE, "reason": late}
-    if status != 0:
+        reason = f"the script {name} did not end in {seconds:.0f} s"
+    else:
         reason = reason_in(text) or f"it ended with status {status}"
-        if result["status"] == FAILED:
-            reason = f"{result['reason']}; {reason}"
-        return result | {"status": FAILED, "reason": reason, "errors": result.get("errors", {}) | {name: text[-TAIL:]}}
-    return result
+        result["errors"] = result.get("errors", {}) | {name: text[-TAIL:]}
+    # a failure that the script wrote says more than the time
+    failed = status is not None or result["status"] == FAILED
+    reasons = [result["reason"], reason] if "reason" in result else [reason]
+    return result | {"status": FAILED if failed else LATE, "reason": "; ".join(reasons)}
 
 
 def command(name: str, file: Path, seconds: float, is_toy: bool) -> list[str]:

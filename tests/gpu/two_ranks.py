@@ -22,7 +22,7 @@ from tests.support.gpu import TOY
 from tests.support.launch import ROOT, environment
 from tests.support.trainers import change, error, make
 
-from .results import FAILED, TAIL, reason_in, write
+from .results import TAIL, not_ended, of_failures, reason_in, write
 
 SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0, "bf16": False, "max_steps": 2}
 AGREE, DIFFERENT = 1e-3, 1e-2  # between splits, as between micro-batches on a GPU; another seed
@@ -77,7 +77,7 @@ def run_together(command: Sequence[str], processes: int, seconds: float) -> tupl
             return None
         texts = [_text(file) for file in errors]
         if first is None:
-            return f"it did not end in {seconds:.0f} s", "\n".join(text[-TAIL // processes :] for text in texts)
+            return not_ended(seconds), "\n".join(text[-TAIL // processes :] for text in texts)
         return reason_in(texts[first]) or f"it ended with status {started[first].returncode}", texts[first]
 
 
@@ -130,8 +130,7 @@ def main(file: Path, seconds: float) -> None:
 
 def verdict(figures: Mapping[str, Any]) -> dict[str, str]:
     """A status and a reason where splits do not agree; NCCL may refuse."""
-    wrong = [f"{split}: {figure}" for split, figure in figures.items() if not _as_expected(split, figure)]
-    return {"status": FAILED, "reason": "; ".join(wrong)} if wrong else {}
+    return of_failures({split: str(figure) for split, figure in figures.items() if not _as_expected(split, figure)})
 
 
 def _as_expected(split: str, figure: float | str) -> bool:

@@ -23,7 +23,7 @@ from tests.support.launch import ROOT, environment
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, change, make
 
-from .results import FAILED, NOT_RUN, TAIL, reason_in, write
+from .results import NOT_RUN, TAIL, not_ended, of_failures, reason_in, write
 
 SETTINGS: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3}
 SETTINGS |= {"vllm_max_model_length": 128, "max_completion_length": 16, "per_device_train_batch_size": 8}
@@ -86,15 +86,14 @@ def main(file: Path, seconds: float) -> None:
                 reason = reason_in(text) or "it ended without a result"
             except subprocess.TimeoutExpired as late:
                 text = late.stderr.decode(errors="replace") if isinstance(late.stderr, bytes) else ""
-                reason = f"it did not end in {allowed:.0f} s"
+                reason = not_ended(allowed)
             result = Path(folder, "result.json")
             if result.exists():
                 figures[case] = json.loads(result.read_text())
             else:
                 failed[case] = reason
                 errors[case] = text[-TAIL:]
-        why = "; ".join(f"{one}: {line}" for one, line in failed.items())
-        write(file, {"figures": figures, **({"errors": errors, "status": FAILED, "reason": why} if failed else {})})
+        write(file, {"figures": figures, **({"errors": errors} if errors else {}), **of_failures(failed)})
 
 
 if __name__ == "__main__":

@@ -346,6 +346,9 @@ def test_splits_that_disagree_and_seeds_that_agree_fail():
     assert two_ranks.verdict(figures) == {}
     for split, figure in (("another seed", 0.0), ("gloo, micro-batches of 8", 0.1), ("one process", "killed")):
         assert two_ranks.verdict(figures | {split: figure})["status"] == "failed"
+    late = {"gloo, micro-batches of 3": "it did not end in 30 s"}
+    assert two_ranks.verdict(figures | late)["status"] == "out of time"
+    assert two_ranks.verdict(figures | late | {"another seed": 0.0})["status"] == "failed"
 
 
 def test_a_measurement_without_a_gpu_says_so(monkeypatch, capsys):
