@@ -106,8 +106,7 @@ def main() -> int:
             run_part(part, options.toy, seconds, save)
         except Exception as error:  # the parts after it do not depend on it
             traceback.print_exc()
-            measured = {name: value for name, value in parts[part.name].items() if name in ("runs", "figures")}
-            save({**measured, "status": FAILED, "reason": f"{type(error).__name__}: {error}"})
+            save({**parts[part.name], "status": FAILED, "reason": f"{type(error).__name__}: {error}"})
         say(f"{part.name}: {parts[part.name]['status']}")
     for line in compare(earlier, result) if earlier is not None else ():
         say(line)
