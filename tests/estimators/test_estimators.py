@@ -41,6 +41,7 @@ def noisy(mean_D: torch.Tensor, blocks: int = 64) -> torch.Tensor:
     return mean_D + sizes_D * torch.randn(blocks, len(mean_D), generator=source, dtype=torch.float64)
 
 
+@pytest.mark.full
 def test_the_base_row_follows_the_expected_reward(completions):
     ((found, _),) = measured(ROWS[0], completions)
     assert not found.biased, found

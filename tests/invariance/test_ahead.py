@@ -84,7 +84,8 @@ def test_delays_change_nothing(bench, whole, processes, times, longest):
 
 
 @pytest.mark.parametrize(
-    ("lag", "processes", "steps"), [(1, 1, (1, 2, 3)), (2, 2, (3, 4)), pytest.param(2, 3, (1, 2, 3, 5), marks=full)]
+    ("lag", "processes", "steps"),
+    [(2, 2, (3, 4)), *(pytest.param(*row, marks=full) for row in ((1, 1, (1, 2, 3)), (2, 3, (1, 2, 3, 5))))],
 )
 def test_a_resumed_run_trains_the_rollout_batches_that_were_sampled_ahead(bench, whole, lag, processes, steps):
     saved = bench.folder / f"lag{lag}"

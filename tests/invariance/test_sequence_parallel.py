@@ -24,7 +24,7 @@ TWO_GROUPS, ONE_GROUP = (4, 2, 5), (2, 2, 3)
 SPLITS = [TWO_GROUPS, ONE_GROUP, (4, 4, 16)]
 # what `make test` takes: statistics of the step where groups add theirs
 FEW = {"quantile_bonus": TWO_GROUPS, "cut_moe": TWO_GROUPS}
-FEW |= {"kl_bf16": ONE_GROUP, "replayed": ONE_GROUP, "routed": ONE_GROUP}
+FEW |= {"kl_bf16": ONE_GROUP, "replayed": ONE_GROUP}  # experts replayed under FSDP2: distributed/test_engines.py
 
 
 def shared_run(bench: Bench, name: str, members: int, size: int) -> Run:

@@ -187,12 +187,12 @@ def test_a_step_runs_again_with_the_settings_of_the_run(launch, own_task, tmp_pa
     page = tmp_path / "run" / "rerun" / "step-3" / "report" / "index.html"
     assert f"Report: {page}" in output
     assert "step 3" in page.read_text()
-    for case in ("epsilon=0.01", "reward_weights=[-2.0], loss_type=dr_grpo"):  # no group has variance
+    for case in ("epsilon=0.01", "loss_type=dr_grpo, reward_weights=[-2.0]"):  # no group has variance
         sentence = f"{case}: no difference: gradient and update are the same in this step"
         assert sentence in output
         assert sentence in page.read_text()
     assert "no step 9" in launch(*again[:-1], "9", expect=2).stderr
-    assert "did you mean --epsilon?" in launch(*again, "--rerun_cases", "epsilno=0.01", expect=2).stderr
+    assert "did you mean 'epsilon'?" in launch(*again, "--rerun_cases", "epsilno=0.01", expect=2).stderr
 
 
 @pytest.mark.parametrize(
