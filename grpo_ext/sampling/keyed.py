@@ -136,7 +136,9 @@ class Recorder(LogitsProcessor):
             recorded = {SAMPLER_LOGPS: logps_T, KEPT_MASS: mass_T.float(), KEPT_COUNTS: counts_T, KEPT_IDS: ids_K}
             self._parts.setdefault(row, []).append(recorded | {EXPERTS: experts_TC})
 
-    def columns(self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]) -> list[Any]:
+    def columns(
+        self, contexts: Sequence[int], prompts_B: Sequence[int], lengths: Sequence[int]
+    ) -> Sequence[TokenColumns]:
         """The columns of the first tokens of each row; the experts of its prompt too, `BY_ROUTER` for the last token.
 
         `contexts` are the tokens of each prompt of the first forward, `prompts_B` for every row the number of its

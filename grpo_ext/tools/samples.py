@@ -36,7 +36,7 @@ def rollouts_of(paths: Mapping[int, Path]) -> dict[int, list[Any]]:
     return rollouts
 
 
-def reruns_of(folder: Path) -> list[tuple[Any, list[Any]]]:
+def reruns_of(folder: Path) -> list[tuple[Line, list[Line]]]:
     """Every step of a run that was run again, or the one of a rerun's own folder: about the step, its completions.
 
     A completion has "shown", the ends of its tokens, each with its text, its values and a class for its colour.
