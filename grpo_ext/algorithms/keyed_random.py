@@ -52,13 +52,19 @@ def completion_keys(
 
 
 def token_keys(
-    start: int, groups_B: Sequence[int], rows_B: Sequence[int], prompts_B: Sequence[int], completions_B: Sequence[int]
+    start: int,
+    groups_B: Sequence[int | None],
+    rows_B: Sequence[int],
+    prompts_B: Sequence[int],
+    completions_B: Sequence[int],
 ) -> torch.Tensor:
-    """Keys of the tokens of rows, (N,), int64: from the group for those of prompts, from the row for completions.
+    """Keys of the tokens of rows, (N,), int64: from the group for those of prompts, from `rows_B` for completions.
 
+    Without a group a prompt's are from `rows_B` too: the number of the completion, which may have several rows.
     `prompts_B` and `completions_B` are tokens; the position of a token is that in its row.
     """
-    owners = [owner for group, row in zip(groups_B, rows_B, strict=True) for owner in (2 * group, 2 * row + 1)]
+    pairs = [(2 * row + 1 if group is None else 2 * group, 2 * row + 1) for group, row in zip(groups_B, rows_B)]
+    owners = [owner for pair in pairs for owner in pair]
     lengths = list(zip(prompts_B, completions_B, strict=True))
     keys = mix(torch.tensor(owners), signed(start)).repeat_interleave(torch.tensor(lengths).flatten())
     return mix(keys, torch.cat([torch.arange(prompt + completion) for prompt, completion in lengths]))

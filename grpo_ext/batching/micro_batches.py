@@ -3,12 +3,13 @@
 Differs from TRL: work is assigned by cost, not by count, and cut by tokens where a budget is set; the number of
 micro-batches may differ between steps and processes. Runs once per step, before its first forward. A row is a
 completion with its prompt; the rows of a group are neighbours and share their prompt. A step may hold part of a group.
+A completion of several rows (forward.further_rows) is one row here, which `pieces` alone may cut.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .sizes import RowBatching, batch_key, ceil_div, even_slice
 
@@ -37,12 +38,21 @@ class TokenCost:
         return tokens * (1 + self.head) + self.attention * tokens * (prompt + tokens / 2)
 
 
+class RowSize(NamedTuple):
+    """Tokens of one row of a completion that has several."""
+
+    prompt: int
+    after: int  # context after the prompt, and tokens of the completion
+    shares: bool  # whether its prompt is that of the completion
+
+
 @dataclass(frozen=True)
 class StepSizes:
     groups_B: Sequence[int]  # number of the group of each completion
     prompts_B: Sequence[int]  # tokens of the prompt of each completion, equal within a group
-    completions_B: Sequence[int]  # tokens of each completion
+    completions_B: Sequence[int]  # tokens of each completion; of one with several rows all but those of its prompt
     multiple: int = 1  # packs and the widths of padded batches are filled up to a multiple of this many tokens
+    several_B: Sequence[Sequence[RowSize]] | None = None  # the rows of each completion; None: each has one
 
     def up(self, tokens: int) -> int:
         return ceil_div(tokens, self.multiple) * self.multiple
@@ -53,8 +63,32 @@ class StepSizes:
 
     def joinable(self, rows: Iterable[int], batching: RowBatching) -> Parts:
         """The rows, in order, cut where neighbours may not share a padded batch."""
-        parts = itertools.groupby(rows, key=lambda row: batch_key(batching, self.lengths(row), row))
+        parts = itertools.groupby(rows, key=lambda row: self._key(row, batching))
         return [list(part) for _, part in parts]
+
+    def _key(self, row: int, batching: RowBatching) -> Hashable:
+        several = self.several_B is not None and len(self.several_B[row]) > 1
+        return batch_key("single" if several and batching != "any" else batching, self.lengths(row), row)
+
+    def rows_of(self, row: int) -> Sequence[RowSize]:
+        """The rows of one completion."""
+        if self.several_B is None:
+            return [RowSize(self.prompts_B[row], self.completions_B[row], True)]
+        return self.several_B[row]
+
+    def cut(self, row: int, layout: "MicroBatchLayout") -> "list[MicroBatch]":
+        """Micro-batches of one completion: cut between its rows where they do not fit or may not share a batch."""
+        sizes, parts = self.rows_of(row), list[range]()
+        most = layout.max_tokens if layout.unit_rows is None else None
+        for number in range(len(sizes)):
+            start = parts[-1].start if parts else 0
+            keys = {batch_key(layout.batching, sizes[n], n) for n in range(start, number + 1)}
+            fits = most is None or self.tokens([row], layout.form, range(start, number + 1)) <= most
+            if parts and fits and len(keys) == 1:
+                parts[-1] = range(start, number + 1)
+            else:
+                parts.append(range(number, number + 1))
+        return [MicroBatch((row,), piece=part if len(parts) > 1 else None) for part in parts]
 
     def lengths(self, row: int) -> tuple[int, int]:
         return self.prompts_B[row], self.completions_B[row]
@@ -65,16 +99,29 @@ class StepSizes:
         prompts = sum(cost.prompt(self.prompts_B[piece[0]]) for piece in pieces)
         return prompts + sum(cost.completion(self.completions_B[r], self.prompts_B[r]) for p in pieces for r in p)
 
-    def tokens(self, rows: Iterable[int], form: Form) -> int:
-        """The tokens of one forward: unique ones in a pack, all columns in the other forms."""
-        rows = list(rows)
-        if not rows:
+    def tokens(self, rows: Iterable[int], form: Form, piece: range | None = None) -> int:
+        """The tokens of one forward: unique ones in a pack, all columns in the other forms.
+
+        `piece`: only these rows of the one completion that it holds.
+        """
+        sizes = [
+            (row, size) for row in rows for size in (self.rows_of(row) if piece is None else self.piece(row, piece))
+        ]
+        if not sizes:
             return 0
-        prompts = {self.groups_B[row]: self.prompts_B[row] for row in rows}
+        prompts = {self.groups_B[row]: size.prompt for row, size in sizes if size.shares}
+        others, after = [size.prompt for _, size in sizes if not size.shares], [size.after for _, size in sizes]
         if form == "packed":
-            return self.up(sum(prompts.values()) + sum(self.completions_B[row] for row in rows))
-        prompt, completion = self.up(max(prompts.values())), self.up(max(self.completions_B[row] for row in rows))
-        return (len(prompts) if form == "prefix" else len(rows)) * prompt + len(rows) * completion
+            return self.up(sum(prompts.values()) + sum(others) + sum(after))
+        prompt, completion = self.up(max(*prompts.values(), *others, 0)), self.up(max(after))
+        of_prompts = len(prompts) + len(others) if form == "prefix" else len(sizes)
+        return of_prompts * prompt + len(sizes) * completion
+
+    def piece(self, row: int, piece: range) -> Sequence[RowSize]:
+        return [self.rows_of(row)[number] for number in piece]
+
+    def forward_rows(self, part: "MicroBatch") -> int:
+        return sum(len(self.rows_of(row)) for row in part.rows) if part.piece is None else len(part.piece)
 
 
 @dataclass(frozen=True)
@@ -83,6 +130,7 @@ class MicroBatch:
 
     rows: tuple[int, ...]
     weight: float = 1.0
+    piece: range | None = None  # which rows of its one completion it runs, where the others run in other micro-batches
 
 
 @dataclass(frozen=True)
@@ -112,10 +160,15 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
         assigned = enumerate(assign_rows(sizes, rows, layout))
         needed = range(layout.processes) if layout.equal_counts else [layout.rank]
         parts = [_cut(sizes, mine, layout) if rank in needed else [] for rank, mine in assigned]
-    mine = [MicroBatch(tuple(part)) for part in parts[layout.rank]]
+    cut = [[m for part in of_one for m in _whole_or_pieces(sizes, part, layout)] for of_one in parts]
+    mine = cut[layout.rank]
     # a process without completions needs one filler: the collectives need a gradient of every parameter
-    most = max(1, *map(len, parts)) if layout.equal_counts else 1
+    most = max(1, *map(len, cut)) if layout.equal_counts else 1
     return mine + [MicroBatch((shortest,), weight=0.0)] * (most - len(mine))
+
+
+def _whole_or_pieces(sizes: StepSizes, part: Sequence[int], layout: MicroBatchLayout) -> list[MicroBatch]:
+    return sizes.cut(part[0], layout) if len(part) == 1 else [MicroBatch(tuple(part))]
 
 
 def _cut(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -> Parts:

@@ -22,7 +22,7 @@ COMPLETION_MASK, TOOL_MASK, ADVANTAGES = "completion_mask", "tool_mask", "advant
 OLD_LOGPS, SAMPLING_LOGPS, RATIO = "old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"
 TEACHER_LOGPS = "teacher_per_token_logps"  # TRL's dictionary has it too, so that overrides pass it on
 SAMPLER_LOGPS, KEPT_COUNTS, KEPT_IDS, EXPERTS = "sampler_logps", "kept_counts", "kept_ids", "experts"
-ROW_IMAGES = "row_images"
+ROW_IMAGES, FURTHER_ROWS, CONTEXT_IDS = "row_images", "further_rows", "context_ids"
 # never in a rollout batch, where columns of a user may have any name
 KEPT_MASS, ATTENDED, DROPOUT = "grpo_ext_kept_mass", "grpo_ext_attended", "grpo_ext_dropout"
 ROW = "grpo_ext_row"  # the place of a completion in the step, or the rows of a turn, in dictionaries for users
@@ -32,9 +32,9 @@ MODEL_LOGPS = {"policy": OLD_LOGPS, "reference": "ref_per_token_logps", "teacher
 
 @dataclass(frozen=True)
 class Column:
-    # what a row has a value for: tokens of the prompt, of the completion or of both, ids that the completion's tokens
-    # were sampled from, or the row itself
-    extent: Literal["prompt", "completion", "both", "kept", "row"]
+    # what a row has a value for: tokens of the prompt, of the completion or of both (in each row of a completion that
+    # has several), ids that the completion's tokens were sampled from, its further rows, their ids, or the row itself
+    extent: Literal["prompt", "completion", "both", "kept", "further", "context", "row"]
     # in memory, between processes and in checkpoints; None: as it was made. A mask (bool) that a process, or a user's
     # override, leaves out is 1 on all tokens
     dtype: torch.dtype | None = None
@@ -66,6 +66,10 @@ COLUMNS: dict[str, Column] = {
     EXPERTS: Column("both", neutral=BY_ROUTER, trl=False),  # (N, C), to replay (forward.routing)
     # of a model that takes images, the bytes of a file with all that a completion shows; equal ones share one object
     ROW_IMAGES: Column("row"),
+    # of completions of several rows: four numbers for each further row, and what its context has that no earlier row
+    # has (forward.further_rows)
+    FURTHER_ROWS: Column("further", torch.int32, trl=False),
+    CONTEXT_IDS: Column("context", torch.int32, trl=False),
     # made for a forward: whether attention sees the token, and a key for its dropout (algorithms.keyed_random)
     ATTENDED: Column("both", torch.bool, trl=False),
     DROPOUT: Column("both", torch.int64, trl=False),

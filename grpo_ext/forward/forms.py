@@ -78,8 +78,7 @@ class FormBatch:
     inputs: _Inputs
     targets: Targets  # positions refer to the flattened batch: in the prefix form the prompts', then the completions'
     counts_BL: torch.Tensor  # how often the padded batch would have computed each token
-    # on the CPU: the place of each token of the flattened batch among the tokens of all rows; -1 for padding, but a
-    # pack is filled up with the first token
+    # on the CPU: the place of each token of the flattened batch among the tokens of all rows; -1 for padding
     source_N: torch.Tensor
     slice: TokenSlice | None  # of a pack over several processes: tensors above are of this process's tokens
 
@@ -163,11 +162,11 @@ def run_rows(
     output = run_batch(model, batch)
     if output.routing is None or not options.get("record_experts"):
         return output
-    recorded_NC, real_N = output.routing.pop_experts(), batch.counts_BL.flatten() > 0
+    recorded_NC = output.routing.pop_experts()
+    source_N = batch.source_N.to(recorded_NC.device)
+    real_N = source_N >= 0
     experts_NC = torch.zeros(len(rows.ids_N), recorded_NC.size(1), dtype=torch.int32, device=recorded_NC.device)
-    experts_NC[batch.source_N.to(real_N.device)[real_N]] = (
-        recorded_NC[real_N].int() - BY_ROUTER
-    )  # 0 where none is known
+    experts_NC[source_N[real_N]] = recorded_NC[real_N].int() - BY_ROUTER  # 0 where none is known
     if batch.slice is not None:
         experts_NC = batch.slice.group.total(experts_NC)
     return replace(output, experts_NC=(experts_NC + BY_ROUTER).to("cpu", recorded_NC.dtype))
@@ -181,8 +180,10 @@ def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
 
 def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     runs = group_runs(rows.same_prompt)
-    pack = build_pack(rows.prompts_B, rows.completions_B, runs, with_router, multiple, rows.group_lengths_B)
-    ids = rows.ids_N[pack.source_N].unsqueeze(0)
+    several = () if rows.several is None else (rows.several.contexts_B, rows.several.repeated_B)
+    lengths = rows.prompts_B, rows.completions_B
+    pack = build_pack(*lengths, runs, with_router, multiple, rows.group_lengths_B, *several)
+    ids = rows.ids_N[pack.source_N.clamp(min=0)].unsqueeze(0)  # filled up with the first token
     inputs: _Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), LAYOUT: pack.layout}
     inputs["position_ids"] = pack.positions_N.unsqueeze(0)
     return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0), pack.source_N
@@ -224,10 +225,11 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int, left
     before_BT = torch.arange(-1, width - 1) + torch.arange(len(rows))[:, None] * columns
     before_BT += len(firsts) * prompt
     before_BT[:, 0] = prompt_B * prompt + prompt - 1
-    targets = mask[:, prompt : prompt + width].bool()
+    targets = _scored(rows, mask[:, prompt : prompt + width])
+    counted = _counted(rows, mask, prompt)
     # a prompt counts once for each of its completions
-    times_G1 = torch.bincount(prompt_B)[:, None]
-    counts = [inputs["attention_mask"] * times_G1, mask[:, prompt : prompt + columns]]
+    of_prompts = torch.zeros_like(inputs["attention_mask"]).index_add_(0, prompt_B, counted[:, :prompt])
+    counts = [of_prompts, counted[:, prompt : prompt + columns]]
     source_BL = _sources(mask)
     source = [source_BL[first_G, :prompt], source_BL[:, prompt : prompt + columns]]
     flat_counts, source_N = (torch.cat([part.flatten() for part in parts]) for parts in (counts, source))
@@ -243,8 +245,28 @@ def _padded(policy: Any, rows: TokenRows, multiple: int, left: int) -> _Layout:
     if (positions := positions_of(policy, ids, mask, images)) is not None:
         inputs["position_ids"] = positions
     targets = torch.zeros_like(attended, dtype=torch.bool)
-    targets[:, -width:] = attended[:, -width:].bool()
-    return inputs, targets.reshape(-1).nonzero().squeeze(1) - 1, attended, _sources(mask).flatten()
+    targets[:, -width:] = _scored(rows, attended[:, -width:])
+    counted = _counted(rows, attended, ids.size(1) - width)
+    return inputs, targets.reshape(-1).nonzero().squeeze(1) - 1, counted, _sources(mask).flatten()
+
+
+def _scored(rows: TokenRows, attended_BT: torch.Tensor) -> torch.Tensor:
+    """True, (B, T), on the tokens after prompts that get log-probabilities."""
+    if rows.several is None:
+        return attended_BT.bool()
+    return attended_BT.bool() & _from(rows.several.contexts_B, attended_BT)
+
+
+def _counted(rows: TokenRows, attended_BL: torch.Tensor, prompt: int) -> torch.Tensor:
+    """The mask of a padded batch, (B, L), without what earlier rows have; prompts end at column `prompt`."""
+    if rows.several is None:
+        return attended_BL
+    pairs = zip(rows.prompts_B, rows.several.repeated_B, strict=True)
+    return attended_BL * _from([prompt - n + repeated for n, repeated in pairs], attended_BL)
+
+
+def _from(firsts_B: Sequence[int], like_BL: torch.Tensor) -> torch.Tensor:
+    return torch.arange(like_BL.size(1)) >= torch.tensor([*firsts_B])[:, None]
 
 
 def _sources(mask_BL: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ N tokens, S completion tokens, T columns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -21,16 +21,44 @@ from .images import Prepared, RowImages
 
 
 @dataclass(frozen=True)
+class SeveralRows:
+    """Which completion each row belongs to, where completions may have several (forward.further_rows)."""
+
+    completions_B: Sequence[int]  # the number of the completion, ascending
+    contexts_B: Sequence[int]  # tokens after the prompt that the row has as context, and that get no log-probability
+    repeated_B: Sequence[int]  # tokens, from the row's first, that an earlier row of the completion begins with too
+    shares_B: Sequence[bool]  # whether it begins with the completion's prompt; else its prompt is its whole context
+
+    def part(self, rows: slice) -> SeveralRows:
+        return SeveralRows(*(values[rows] for values in vars(self).values()))
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenRows]) -> SeveralRows | None:
+        if all(part.several is None for part in parts):
+            return None
+        known = [part.several or cls.single(len(part)) for part in parts]
+        firsts = accumulate((max(one.completions_B, default=-1) + 1 for one in known), initial=0)
+        numbers = [first + n for first, one in zip(firsts, known) for n in one.completions_B]
+        return cls(numbers, *([v for one in known for v in getattr(one, spec.name)] for spec in fields(cls)[1:]))
+
+    @classmethod
+    def single(cls, rows: int) -> SeveralRows:
+        return cls(range(rows), [0] * rows, [0] * rows, [True] * rows)
+
+
+@dataclass(frozen=True)
 class TokenRows:
     ids_N: torch.Tensor  # of all rows, concatenated
     prompts_B: Sequence[int]  # tokens of each
-    completions_B: Sequence[int]  # tokens of each; 0 for a completion that is masked out
+    # tokens of each after the prompt; 0 for a completion that is masked out
+    completions_B: Sequence[int]
     same_text: Sequence[bool]  # for each row but the first, whether the text of its prompt is that of the row before
     images: RowImages | None = None  # of the prompts; None for a model that takes none
     # what else is known of the tokens, by name of `forward.columns`; no `attended` where attention sees all. As in TRL,
     # a masked token keeps its position and gets no log-probability, and the next token is predicted from it
     columns: Mapping[str, Rows] = field(default_factory=dict)
     group_lengths_B: Sequence[tuple[int, ...]] | None = None  # of all completions of its group; None: of these rows
+    several: SeveralRows | None = None  # None: each row is a completion
 
     @classmethod
     def of_padded(
@@ -60,7 +88,7 @@ class TokenRows:
         prompts_B = [n for part in parts for n in part.prompts_B]
         completions_B = [n for part in parts for n in part.completions_B]
         lengths_B = [n for part in parts for n in part.group_lengths_B or [(n,) for n in part.completions_B]]
-        return cls(ids_N, prompts_B, completions_B, same, None, columns, lengths_B)
+        return cls(ids_N, prompts_B, completions_B, same, None, columns, lengths_B, SeveralRows.joined(parts))
 
     def neutral(self, name: str, like: Rows) -> Rows:
         """A column that these rows lack."""
@@ -78,7 +106,7 @@ class TokenRows:
 
     def _lengths(self, name: str) -> list[int]:
         lengths = {"both": list(map(sum, zip(self.prompts_B, self.completions_B, strict=True)))}
-        return (lengths | {"completion": list(self.completions_B), "kept": [0] * len(self)})[COLUMNS[name].extent]
+        return (lengths | {"completion": self.scored_B, "kept": [0] * len(self)})[COLUMNS[name].extent]
 
     def __len__(self) -> int:
         return len(self.prompts_B)
@@ -91,18 +119,46 @@ class TokenRows:
         return [text and pixels for text, pixels in zip(self.same_text, self.images.same, strict=True)]
 
     @property
+    def lengths_B(self) -> list[int]:
+        """Tokens of each row."""
+        return self._lengths(ATTENDED)
+
+    @property
+    def scored_B(self) -> list[int]:
+        """Tokens of each row that belong to its completion, and get log-probabilities."""
+        if self.several is None:
+            return list(self.completions_B)
+        return [n - context for n, context in zip(self.completions_B, self.several.contexts_B, strict=True)]
+
+    @property
+    def repeated_B(self) -> Sequence[int]:
+        return [0] * len(self) if self.several is None else self.several.repeated_B
+
+    def by_completion(self, numbers_B: Sequence[int]) -> list[int]:
+        """Sums of numbers of rows, one for each completion."""
+        if self.several is None:
+            return list(numbers_B)
+        sums = [0] * (self.several.completions_B[-1] + 1)
+        for completion, number in zip(self.several.completions_B, numbers_B, strict=True):
+            sums[completion] += number
+        return sums
+
+    @property
     def starts_B(self) -> list[int]:
         """Indices of the first token of each row; the last is the number of all tokens."""
-        return [0, *accumulate(self._lengths(ATTENDED))]
+        return [0, *accumulate(self.lengths_B)]
 
     @property
     def runs_B(self) -> list[int]:
         """For each row the number of its run of rows with one prompt, from 0."""
         return [*accumulate((not same for same in self.same_prompt), initial=0)]
 
-    def with_dropout(self, start: int, groups_B: Sequence[int], rows_B: Sequence[int]) -> TokenRows:
-        """The same rows, with keys of dropout (`token_keys`)."""
-        return self.having(DROPOUT, token_keys(start, groups_B, rows_B, self.prompts_B, self.completions_B))
+    def with_dropout(self, start: int, groups: Sequence[int], completions: Sequence[int]) -> TokenRows:
+        """The same rows, with keys of dropout (`token_keys`), by the group and the number of each completion."""
+        several = self.several or SeveralRows.single(len(self))
+        groups_B = [groups[n] if shares else None for n, shares in zip(several.completions_B, several.shares_B)]
+        owners_B = [completions[number] for number in several.completions_B]
+        return self.having(DROPOUT, token_keys(start, groups_B, owners_B, self.prompts_B, self.completions_B))
 
     def same_tokens(self, other: TokenRows) -> bool:
         """Whether these rows have the tokens of others, and attention sees the same of them."""
@@ -127,6 +183,7 @@ class TokenRows:
             None if self.images is None else self.images.of(rows),
             columns,
             None if self.group_lengths_B is None else self.group_lengths_B[first:last],
+            None if self.several is None else self.several.part(slice(first, last)),
         )
 
     def image_inputs(self, rows: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> Prepared:
@@ -149,12 +206,12 @@ class TokenRows:
 
         They stay connected to the graph even where there are none, so every process can run its backward pass.
         """
-        values_BT = pad_sequence(self.with_unseen(values_S).split([*self.completions_B]), batch_first=True)
+        values_BT = pad_sequence(self.with_unseen(values_S).split(self.scored_B), batch_first=True)
         return torch.nn.functional.pad(values_BT, (0, width - values_BT.size(1)))
 
     def _of_completions(self, values_N: torch.Tensor) -> torch.Tensor:
-        rows = zip(pairwise(self.starts_B), self.prompts_B, strict=True)
-        return torch.cat([values_N[start + prompt : stop] for (start, stop), prompt in rows])
+        rows = zip(self.starts_B[1:], self.scored_B, strict=True)
+        return torch.cat([values_N[stop - scored : stop] for stop, scored in rows])
 
     def padded(self, multiple: int, left: int = 0) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Ids and mask (B, L) in TRL's layout, and the completion columns T, at least 1; widths in whole multiples.

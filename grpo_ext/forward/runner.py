@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -198,7 +199,7 @@ class ForwardRunner:
             model, everyone, limits, with_entropy=False, record_experts=record_experts, group=group
         )
         experts = [part.experts_NC for part in parts if part.experts_NC is not None]
-        logps_S = torch.cat([part.logps_S for part in parts]).split([sum(share.completions_B) for share in shares])
+        logps_S = torch.cat([part.logps_S for part in parts]).split([sum(share.scored_B) for share in shares])
         tokens = [len(share.ids_N) for share in shares]
         return logps_S[mine], torch.cat(experts).split(tokens)[mine] if experts else None
 
@@ -239,8 +240,11 @@ class ForwardRunner:
         form = self.choice.form(model) if ATTENDED not in rows.columns else "padded"
         batching, multiple = self.batching(model, form)
         if limits.group_size is not None and (unit := self.args.unit_rows) is not None:
-            sizes = StepSizes(group_numbers(len(rows), limits.group_size), [], [])
-            return canonical_units(sizes, range(len(rows)), unit if batching == "any" else 1)
+            completions = list(accumulate(rows.by_completion([1] * len(rows)), initial=0))  # where each begins
+            sizes = StepSizes(group_numbers(len(completions) - 1, limits.group_size), [], [])
+            units = canonical_units(sizes, range(len(completions) - 1), unit if batching == "any" else 1)
+            chunks = [list(range(completions[unit[0]], completions[unit[-1] + 1])) for unit in units]
+            return chunks if batching == "any" else [[row] for chunk in chunks for row in chunk]
         sizes = StepSizes(rows.runs_B, rows.prompts_B, rows.completions_B, multiple)
         most = limits.completions or len(rows), limits.tokens, form
         parts = sizes.joinable(range(len(rows)), batching)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..batching.micro_batches import StepSizes
+from ..batching.micro_batches import RowSize, StepSizes
 from ..batching.sizes import group_numbers
 from ..compat import images_among
 from ..errors import RolloutError
@@ -26,7 +26,9 @@ from ..forward.columns import (
     COLUMNS,
     COMPLETION_IDS,
     COMPLETION_MASK,
+    CONTEXT_IDS,
     EXPERTS,
+    FURTHER_ROWS,
     KEPT_COUNTS,
     KEPT_IDS,
     PROMPT_IDS,
@@ -36,8 +38,9 @@ from ..forward.columns import (
     Rows,
     TrlBatch,
 )
+from ..forward.further_rows import Row, decoded
 from ..forward.images import RowImages, joined
-from ..forward.rows import TokenRows
+from ..forward.rows import SeveralRows, TokenRows
 from ..runtime.collectives import gather_lists
 from ..runtime.messages import logger
 
@@ -115,11 +118,28 @@ class RolloutBatch:
         return Rows.of([row[first:] if of_prompt else row[:stop] for row, (first, stop) in rows])
 
     @functools.cached_property
+    def several(self) -> list[list[Row]] | None:
+        """The rows of each completion; None where each has one."""
+        if FURTHER_ROWS not in self.columns or not any(self[FURTHER_ROWS].lengths):
+            return None
+        columns = self.prompts, self.completions, (row.tolist() for row in self[FURTHER_ROWS]), self[CONTEXT_IDS]
+        return [decoded(*row) for row in zip(*columns, strict=True)]
+
+    @functools.cached_property
+    def row_sizes(self) -> list[list[RowSize]]:
+        """The tokens of each row of each completion."""
+        if self.several is not None:
+            return [[row.size for row in rows] for rows in self.several]
+        return [
+            [RowSize(*lengths, True)] for lengths in zip(self.prompts.lengths, self.completions.lengths, strict=True)
+        ]
+
+    @functools.cached_property
     def group_lengths(self) -> dict[int, tuple[int, ...]]:
-        """Tokens of the completions of each group."""
+        """Tokens after the prompt, of each row of the completions of each group that begins with it."""
         lengths: dict[int, tuple[int, ...]] = {}
-        for group, tokens in zip(self.groups, self.completions.lengths, strict=True):
-            lengths[group] = (*lengths.get(group, ()), tokens)
+        for group, sizes in zip(self.groups, self.row_sizes, strict=True):
+            lengths[group] = (*lengths.get(group, ()), *(size.after for size in sizes if size.shares))
         return lengths
 
     @functools.cached_property
@@ -141,7 +161,11 @@ class RolloutBatch:
         """
         rows, groups, prompts = range(len(self)), self.groups, list(self.prompts)
         shared = all(torch.equal(prompts[row - 1], prompts[row]) for row in rows[1:] if groups[row - 1] == groups[row])
-        return StepSizes(groups if shared else rows, self.prompts.lengths, self.completions.lengths, multiple)
+        numbers, prompts_B = groups if shared else rows, self.prompts.lengths
+        if self.several is None:
+            return StepSizes(numbers, prompts_B, self.completions.lengths, multiple)
+        after_B = [sum(size.after + size.prompt * (not size.shares) for size in sizes) for sizes in self.row_sizes]
+        return StepSizes(numbers, prompts_B, after_B, multiple, self.row_sizes)
 
     @property
     def loss_masks(self) -> Rows:
@@ -160,8 +184,11 @@ class RolloutBatch:
 
     # ---- For a forward and a loss ---------------------------------------------------------------------------------
 
-    def token_rows(self, images: RowImages | None) -> TokenRows:
+    def token_rows(self, images: RowImages | None, group_lengths: Mapping[int, tuple[int, ...]]) -> TokenRows:
+        """The tokens of the rows of these completions; `group_lengths` are those of their whole groups."""
         prompts, completions = self.prompts, self.completions
+        if self.several is not None:
+            return self._token_rows_of_several(self.several, group_lengths)
         ids = [part for parts in zip(prompts, completions, strict=True) for part in parts]
         # within a group: whether another group with the same prompt lies beside it depends on the split
         neighbours = itertools.pairwise(zip(self.groups, prompts, strict=True))
@@ -170,8 +197,50 @@ class RolloutBatch:
         if EXPERTS in columns:  # rows of one prompt may have other experts
             pairs = zip(same, itertools.pairwise(columns[EXPERTS]), prompts.lengths[:-1], strict=True)
             same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in pairs]
-        rows = TokenRows(torch.cat(ids).long(), prompts.lengths, completions.lengths, same, images, columns)
+        lengths_B = [group_lengths[group] for group in self.groups]
+        rows = TokenRows(torch.cat(ids).long(), prompts.lengths, completions.lengths, same, images, columns, lengths_B)
         return rows.having(ATTENDED, self.attended)
+
+    def _token_rows_of_several(
+        self, several: list[list[Row]], group_lengths: Mapping[int, tuple[int, ...]]
+    ) -> TokenRows:
+        pairs = [(number, row) for number, rows in enumerate(several) for row in rows]
+        completions, groups = list(self.completions), [self.groups[number] for number, _ in pairs]
+        sizes, rows = [row.size for _, row in pairs], [row for _, row in pairs]
+        of_rows = SeveralRows(
+            [number for number, _ in pairs],
+            [len(row.context) for row in rows],
+            [row.repeated for row in rows],
+            [row.shares for row in rows],
+        )
+        both, kept = [size.prompt + size.after for size in sizes], [row.stop - row.start for row in rows]
+        lengths = {EXPERTS: both, KEPT_COUNTS: kept}
+        columns = {name: Rows(self[name].values, n) for name, n in lengths.items() if name in self.columns}
+        if KEPT_IDS in self.columns:
+            columns[KEPT_IDS] = Rows(
+                self[KEPT_IDS].values, [int(row.clamp(min=0).sum()) for row in columns[KEPT_COUNTS]]
+            )
+        experts = columns.get(EXPERTS, Rows.of([[]] * len(rows)))
+        pieces = itertools.pairwise(zip(rows, groups, experts, strict=True))
+        same = [
+            group == before
+            and one.shares
+            and other.shares
+            and torch.equal(one.prompt, other.prompt)
+            and torch.equal(*(e[: len(one.prompt)] for e in (a, b)))
+            for (one, before, a), (other, group, b) in pieces
+        ]
+        return TokenRows(
+            torch.cat([part for number, row in pairs for part in row.ids(completions[number])]).long(),
+            [size.prompt for size in sizes],
+            [size.after for size in sizes],
+            same,
+            columns=columns,
+            group_lengths_B=[
+                group_lengths[g] if row.shares else (row.size.after,) for g, row in zip(groups, rows, strict=True)
+            ],
+            several=of_rows,
+        )
 
     def as_trl(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> TrlBatch:
         """TRL's dictionary: padded, prompts on the left and completions on the right."""
@@ -225,6 +294,8 @@ def concatenated(parts: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
 def _absent(name: str, part: Mapping[str, Values]) -> Rows | None:
     """A column that a part lacks; None where it has to have it."""
     kind = COLUMNS.get(name, _OWN)
+    if name in (FURTHER_ROWS, CONTEXT_IDS):  # each of its completions has one row
+        return Rows(torch.empty(0, dtype=kind.dtype), [0] * len(part[COMPLETION_IDS]))
     if kind.dtype != torch.bool:
         return None
     ids: Any = part[PROMPT_IDS if kind.extent == "prompt" else COMPLETION_IDS]

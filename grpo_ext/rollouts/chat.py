@@ -172,11 +172,12 @@ class Chat:
             return
         schemas = (getattr(self.tokenizer, name, None) for name in ("response_template", "response_schema"))
         parses = any(schema is not None for schema in schemas)
-        texts = self.processing_class.batch_decode([t.ids for t in transcripts], skip_special_tokens=True)
-        for t, text in zip(transcripts, texts, strict=True):
+        ids = [t.ids if t.returned is None else t.returned.last_ids for t in transcripts]
+        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+        for t, text, last_ids in zip(transcripts, texts, ids, strict=True):
             if (messages := bool(t.prompt) and is_conversational({"prompt": t.prompt})) and parses:
                 t.completion = []
-                self.add_message(t, len(t.ids))
+                self.add_message(t, len(last_ids))
             else:
                 t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
 

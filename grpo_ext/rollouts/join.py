@@ -21,7 +21,9 @@ from ..forward.columns import (
     ADVANTAGES,
     COLUMNS,
     COMPLETION_IDS,
+    CONTEXT_IDS,
     EXPERTS,
+    FURTHER_ROWS,
     KEPT_COUNTS,
     KEPT_IDS,
     KEPT_MASS,
@@ -33,12 +35,23 @@ from ..forward.columns import (
     TOOL_MASK,
     Rows,
 )
+from ..forward.further_rows import encoded
 from ..rewards.worker import RewardCall
 from ..runtime.collectives import gather_nested, gather_on_main, raise_on_all
 from .batch import RolloutBatch, Values, column_state, concatenated, saved_column
 from .images import ImageSource
 from .local import LocalRollout
 from .transcript import Transcript
+
+
+class RowCounts(NamedTuple):
+    """Of a rollout that may have several rows."""
+
+    rows: int  # that are trained
+    longest: int  # tokens of the longest, context included
+    tokens: int  # of the model and of tools, in all rows
+    context_tokens: int  # as in `Returned`
+    untrained_tokens: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class Entry:
     truncated: bool
     tool_calls: int
     tool_failures: int
+    rows: RowCounts | None  # None where it has one
     kept_mass: float  # of all tokens together; NaN where unknown
     masked_out: str | None  # the digest of a completion that is masked out, whose tokens the batch does not have
 
@@ -118,6 +132,7 @@ def join(
     entries, group = [entry for share in shares for entry in share.entries], settings.num_generations
     if len(entries) % group:
         raise RolloutError(f"there are {len(entries)} completions in groups of {group}; every group has to be whole.")
+    _check_lengths(entries, settings.limits.max_completion_length)
     columns = [{n: saved_column(state) for n, state in share.columns.items()} for share in shares if share.columns]
     batch = RolloutBatch.of_columns(with_ratios(concatenated(columns), settings.ratios), group)
     advantages = settings.rule.advantages(rewards_BF, batch.loss_masks)
@@ -150,6 +165,7 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
             truncated=not transcript.ended,
             tool_calls=transcript.tool_calls,
             tool_failures=transcript.tool_failures,
+            rows=_row_counts(transcript),
             kept_mass=_kept_mass(transcript),
             masked_out=digest_of(transcript.ids, 0) if out else None,
         )
@@ -157,6 +173,33 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
     ]
     states = {name: column_state(column) for name, column in columns.items()}
     return Share(states, entries, local.rewards_BF, local.reward_calls, local.first)
+
+
+def _row_counts(transcript: Transcript) -> RowCounts | None:
+    if (returned := transcript.returned) is None:
+        return None
+    stops = [*(row.start for row in transcript.rows[1:]), len(transcript.ids)]
+    longest = max(len(row.context) + stop - row.start for row, stop in zip(transcript.rows, stops, strict=True))
+    counts = len(returned.ids), returned.context_tokens, returned.untrained_tokens
+    return RowCounts(len(transcript.rows), longest, *counts)
+
+
+def _check_lengths(entries: Sequence[Entry], limit: int) -> None:
+    """Raise a RolloutError where a rollout of several rows, or one of its rows, is longer than sampling makes one."""
+    longest = max(entry.prompt_tokens for entry in entries)
+    for place, counts in enumerate(entry.rows for entry in entries):
+        if counts is not None and counts.tokens > limit:
+            raise RolloutError(
+                f"rollout_func returned {counts.tokens} tokens of the model and of tools in the rows of completion "
+                f"{place}, and max_completion_length={limit} limits those of all rows together; end the rollout "
+                "earlier, or raise it."
+            )
+        if counts is not None and counts.longest > longest + limit:
+            raise RolloutError(
+                f"rollout_func returned a row of {counts.longest} tokens, context included, in completion {place}; a "
+                f"row has at most as many as the longest prompt ({longest}) and max_completion_length={limit} "
+                "together. Shorten the context, or raise max_completion_length."
+            )
 
 
 def digest_of(ids: Sequence[int], mask: int) -> str:
@@ -182,6 +225,11 @@ def token_columns(local: LocalRollout, transcripts: Sequence[Transcript], with_m
     }
     if local.has_mask:
         columns[TOOL_MASK] = rows(TOOL_MASK, [t.mask for t in transcripts])
+    if any(transcript.further for transcript in transcripts):
+        shown = [t.further if n else () for t, n in zip(transcripts, lengths, strict=True)]
+        parts = [encoded(t.prompt_ids, t.ids, further) for t, further in zip(transcripts, shown, strict=True)]
+        for name, values in zip((FURTHER_ROWS, CONTEXT_IDS), zip(*parts, strict=True), strict=True):
+            columns[name] = Rows.of(values, COLUMNS[name].dtype)
     return columns | _recorded(local, transcripts, lengths)
 
 

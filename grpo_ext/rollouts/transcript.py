@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..forward.columns import COLUMNS, EXPERTS, answered, continued, first_tokens
+from ..forward.further_rows import FurtherRow
 from ..forward.images import images_in
-from ..sampling.turn import Context, Turn
+from ..sampling.turn import Context, Returned, Turn
 
 Messages = list[dict[str, Any]]
 
@@ -30,6 +31,8 @@ class Transcript(Context):
     environment: Any = None  # the instance that this completion acts in; None without environments
     environment_name: str | None = None  # its name among several factories; None where there is one
     ended: bool = True  # False: a limit cut off its latest turn, so the completion is truncated
+    further: Sequence[FurtherRow] = ()  # its rows after the first
+    returned: Returned | None = None  # of a `rollout_func`, where it returns rollouts of several rows
     calls: list[Mapping[str, Any]] = field(default_factory=list)  # tool calls of the last message, not yet answered
     tool_calls: int = 0
     tool_failures: int = 0
@@ -51,6 +54,7 @@ class Transcript(Context):
         self.mask = [*self.mask, *([1] * new if turn.mask is None else turn.mask)]
         self.prompt_ids = self.prompt_ids if turn.prompt_ids is None else turn.prompt_ids
         self.row.update(turn.fields)
+        self.further, self.returned = turn.further, turn.returned
 
     def add_answer(self, ids: list[int]) -> None:
         self.columns = answered(self.columns, len(ids))
@@ -58,15 +62,24 @@ class Transcript(Context):
 
     def prompt_alone(self) -> "Transcript":
         """A copy without tokens of the completion, and so without images of tools."""
-        return replace(self, ids=[], columns=self.first(0), images=self.images[: self.prompt_images])
+        return replace(self, ids=[], columns=self.first(0), images=self.images[: self.prompt_images], further=())
+
+    @property
+    def rows(self) -> list[FurtherRow]:
+        """All of its rows; a first one without tokens is none."""
+        first = [] if self.further and not self.further[0].start else [FurtherRow(0, self.prompt_ids)]
+        return [*first, *self.further]
 
     def first(self, tokens: int) -> dict[str, torch.Tensor]:
-        """The columns of the first tokens of the completion; routers choose where no experts were recorded."""
-        columns = dict(self.columns)
+        """The columns of the first tokens of the completion, of those of its first row or of all.
+
+        Routers choose where no experts were recorded.
+        """
+        columns, context = dict(self.columns), sum(len(row.context) for row in self.rows)
         if (experts_NC := columns.get(EXPERTS)) is not None:
-            missing = (0, 0, 0, len(self.all_ids) - len(experts_NC))
+            missing = (0, 0, 0, context + len(self.ids) - len(experts_NC))
             columns[EXPERTS] = torch.nn.functional.pad(experts_NC, missing, value=COLUMNS[EXPERTS].neutral)
-        return first_tokens(columns, len(self.prompt_ids), tokens)
+        return first_tokens(columns, context if tokens == len(self.ids) else len(self.prompt_ids), tokens)
 
 
 def share_prompt_experts(transcripts: Sequence[Transcript], num_generations: int) -> None:
@@ -76,7 +89,13 @@ def share_prompt_experts(transcripts: Sequence[Transcript], num_generations: int
     """
     firsts: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
     for transcript in transcripts:
-        if (experts_NC := transcript.columns.get(EXPERTS)) is not None:
-            length, group = len(transcript.prompt_ids), transcript.place // num_generations
-            first = firsts.setdefault((group, tuple(transcript.prompt_ids)), experts_NC[:length])
-            transcript.columns[EXPERTS] = torch.cat([first, experts_NC[length:]])
+        if (experts_NC := transcript.columns.get(EXPERTS)) is None:
+            continue
+        prompt = transcript.prompt_ids
+        first = firsts.setdefault((transcript.place // num_generations, tuple(prompt)), experts_NC[: len(prompt)])
+        before, experts_NC = 0, experts_NC.clone()
+        for start, context in transcript.rows:
+            if context[: len(prompt)] == prompt:
+                experts_NC[before + start : before + start + len(prompt)] = first
+            before += len(context)
+        transcript.columns[EXPERTS] = experts_NC

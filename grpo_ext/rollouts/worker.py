@@ -140,7 +140,9 @@ class RolloutWorker:
                 f"{len(sampled)} completions were sampled for {len(transcripts)} prompts; each prompt needs one. If "
                 "the generation failed, the log above says why."
             )
-        return [t if t.ended is not None else replace(t, ended=local.ended(t.ids)) for t in sampled]
+        last_B = [turn.ids if turn.returned is None else turn.returned.last_ids for turn in sampled]
+        pairs = zip(sampled, last_B, strict=True)
+        return [t if t.ended is not None else replace(t, ended=local.ended(ids)) for t, ids in pairs]
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript], sampler: Sampler) -> list[Turn]:
         """Sample one turn; a process without prompts gets one token for each stand-in."""
@@ -174,7 +176,8 @@ class RolloutWorker:
                 with without_adapter, self.forwards.without_gradients(model):
                     records = settings.record_experts and of_policy
                     logps_S, experts_NC = self.forwards.rollout_log_probs(model, of_model, limits, records)
-                parts = logps_S.cpu().split(list(rows.completions_B)), itertools.pairwise(rows.starts_B)
+                scored, tokens = rows.by_completion(rows.scored_B), rows.by_completion(rows.lengths_B)
+                parts = logps_S.cpu().split(scored), itertools.pairwise(itertools.accumulate(tokens, initial=0))
                 if not local.transcripts:  # beside a stand-in row
                     continue
                 for transcript, logps_T, (start, stop) in zip(local.transcripts, *parts, strict=True):
@@ -192,8 +195,7 @@ class RolloutWorker:
         if not transcripts:  # a stand-in row: a forward may be a collective, and a user's override may hold one
             return TokenRows(torch.tensor([self.settings.filler] * 2), [1], [1], [])
         batch = RolloutBatch.of_columns(token_columns(local, transcripts), local.request.num_generations)
-        rows = batch.token_rows(self.images.of_transcripts(local.settings.shown(transcripts)))
-        return replace(rows, group_lengths_B=[batch.group_lengths[group] for group in batch.groups])
+        return batch.token_rows(self.images.of_transcripts(local.settings.shown(transcripts)), batch.group_lengths)
 
     def add_rewards(self, local: LocalRollout) -> None:
         """Compute the rewards, unless the user's `_calculate_rewards` makes them after `exchange`."""
@@ -231,9 +233,8 @@ class RolloutWorker:
 
 def reward_columns(transcripts: Sequence[Transcript]) -> RewardColumns:
     """The arguments of reward functions: rows, prompts, completions, token ids."""
-    names = ("row", "prompt", "completion", "ids")
-    rows, prompts, completions, ids = ([getattr(t, name) for t in transcripts] for name in names)
-    return rows, prompts, completions, ids
+    rows, prompts, completions = ([getattr(t, name) for t in transcripts] for name in ("row", "prompt", "completion"))
+    return rows, prompts, completions, [t.ids if t.returned is None else t.returned.ids for t in transcripts]
 
 
 def logged_elsewhere(local: LocalRollout) -> list[RewardCall]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..algorithms.digests import WeightDigest, digest, layer_groups
+from ..forward.columns import CONTEXT_IDS, FURTHER_ROWS
 from ..forward.tiled_log_probs import gathered
 from ..rollouts.join import Round
 from ..rollouts.rounds import ScoredBatch
@@ -55,8 +56,10 @@ def _round(part: Round, functions: Sequence[str]) -> Line:
     batch = part.batch
     # a user's override may return rows with padding, which depends on the layout
     prompts = [digest(row) for row in batch.prompts]
-    pairs = zip(batch.completions, batch.completion_masks, strict=True)
-    completions = [digest(row, mask) for row, mask in pairs]
+    columns = [batch.completions, batch.completion_masks]
+    if batch.several is not None:
+        columns += [batch[FURTHER_ROWS], batch[CONTEXT_IDS]]
+    completions = [digest(*row) for row in zip(*columns, strict=True)]
     for place, entry in enumerate(part.entries[: len(completions)]):
         completions[place] = entry.masked_out or completions[place]
     names = [f"{n} ({k})" if (k := functions[:i].count(n)) else n for i, n in enumerate(functions)]  # different ones

@@ -115,10 +115,15 @@ class MicroBatchLimits:
     tokens: int | None = None
     failures: int = 0  # how often memory ran out
 
-    def shrink(self, largest_rows: int, largest_tokens: int, what: str = "a step") -> str:
-        """Halve after `what` failed with micro-batches of these sizes on any process; returns the new limit as text."""
+    def shrink(self, largest_rows: int, largest_tokens: int, what: str = "a step", cuttable: bool = False) -> str:
+        """Halve after `what` failed with micro-batches of these sizes on any process; returns the new limit as text.
+
+        `cuttable`: a completion has several rows, which may run one after the other.
+        """
         self.failures += 1
-        if largest_rows <= 1:
+        if largest_rows <= 1 and cuttable and self.tokens is None:
+            self.tokens = largest_tokens
+        if largest_rows <= 1 and not cuttable:
             raise MemoryShortageError(
                 f"{what} ran out of memory with one completion of {largest_tokens} tokens (prompt included), the "
                 "smallest micro-batch there is. What helps: gradient_checkpointing=True, a smaller "

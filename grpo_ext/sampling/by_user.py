@@ -18,14 +18,17 @@ from ..forward.columns import ROW
 from ..runtime.collectives import uneven_collectives
 from .engine import Engine, cut_calls
 from .equal_shares import refuse_unequal_shares
+from .returned_rows import ReturnedRow, turn_of_rows
 from .turn import Context, Turn, images_shown
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _REMEDY = (
     "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
     "for each prompt, and logprobs, one list of numbers for each prompt or None; further lists (env_mask: 1 for each "
-    "token of the model, 0 for others) have one entry for each prompt too."
+    "token of the model, 0 for others) have one entry for each prompt too. Where a rollout has several rows, "
+    "rollout_ids names the prompt of each row, and these lists have an entry for each row."
 )
+_OF_ROWS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "kept_ids")
 _KEPT_REMEDY = (
     " With sampling_mask='replay' it returns kept_ids: for each completion one list of ids for each token, those that "
     "it was sampled from, empty for the whole vocabulary and for tokens of tools."
@@ -87,6 +90,7 @@ class UserRollouts(Engine):
     unequal: str | None  # why processes need the same number of rows, as a clause
     needs_logps: str | None  # why log-probabilities are needed, as a clause
     kept_ids: bool  # the ids that each token was sampled from are needed too
+    one_row: str | None  # why a rollout has one row, as a clause; None where it may have several
 
     def generate(self, rows: Sequence[Context], config: GenerationConfig | None, sizes: ChunkSizes) -> list[Turn]:
         """Whole completions, which may have tokens of others than the model, and fields for the rows."""
@@ -94,20 +98,26 @@ class UserRollouts(Engine):
             refuse_unequal_shares("rollout_func", len(rows), self.unequal)
         prompts = copy.deepcopy([row.prompt for row in rows])  # its loop of turns may append to its prompts
         output = checked_rollout(self.function(prompts), len(rows), self.needs_logps, self.kept_ids)
-        ids_B, kept_ids_B = output.pop("completion_ids"), output.pop("kept_ids", None)
-        named = {name: output.pop(name, None) for name in ("prompt_ids", "logprobs", "env_mask")}
+        several = "rollout_ids" in output
+        places: list[int] = output.pop("rollout_ids", [*range(len(rows))])
+        named = {name: output.pop(name, None) for name in _OF_ROWS}
+        columns: list[list[Any]] = [[None] * len(places) if column is None else column for column in named.values()]
+        returned = [ReturnedRow(*row) for row in zip(*columns, strict=True)]
         turns = []
         for place in range(len(rows)):
-            prompt_ids, logps, mask = (None if v is None else list(v[place]) for v in named.values())
-            turn = Turn.of(ids_B[place], logps, kept_ids_B[place] if self.kept_ids else None)
+            of_rollout = [row for row, number in zip(returned, places, strict=True) if number == place]
+            if len(of_rollout) > 1 and self.one_row is not None:
+                raise RolloutError(
+                    f"rollout_func returned {len(of_rollout)} rows of rollout {place}, and {self.one_row}."
+                )
             # the entry of a list, or the same value for all
             fields = {name: v[place] if isinstance(v, list) else v for name, v in output.items()}
-            turns.append(replace(turn, prompt_ids=prompt_ids, mask=mask, fields=fields))
+            turns.append(replace(turn_of_rows(of_rollout) if several else of_rollout[0].turn(), fields=fields))
         return turns
 
 
 def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_ids: bool) -> dict[str, Any]:
-    """What a `rollout_func` returned, in plain numbers; a RolloutError for anything but a rollout.
+    """What a `rollout_func` returned, in plain numbers; a RolloutError for anything but rollouts.
 
     It was called with so many prompts, one for each completion. `needs_logprobs` says why log-probabilities are needed;
     None where they are not. With `kept_ids` the ids that each token was sampled from are needed too.
@@ -121,7 +131,8 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
         raise RolloutError(f"rollout_func returned no {', '.join(missing)}. {remedy}")
     if needs_logprobs is not None and output["logprobs"] is None:
         raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")
-    rollout = {name: values for name, values in output.items() if name != "env_mask" or values is not None}
+    optional = ("env_mask", "rollout_ids")
+    rollout = {name: values for name, values in output.items() if name not in optional or values is not None}
     for name in (*_REQUIRED, "env_mask"):
         number = _float_or_none if name == "logprobs" else int
         if rollout.get(name) is not None:
@@ -131,11 +142,17 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
             rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
         except (KeyError, TypeError, ValueError):
             raise RolloutError(f"rollout_func returned no kept_ids. {remedy}") from None
+    several, rows = "rollout_ids" in rollout, prompts
+    if several:
+        rollout["rollout_ids"] = _rollout_ids(rollout["rollout_ids"], prompts, remedy)
+        rows = len(rollout["rollout_ids"])
     for name, values in rollout.items():
-        if isinstance(values, list) and len(values) != prompts:
-            raise RolloutError(f"rollout_func returned {len(values)} {name} for {prompts} prompts. {remedy}")
+        of_rows = name in (*_OF_ROWS, "rollout_ids")
+        count, what = (rows, "rows of rollout_ids") if several and of_rows else (prompts, "prompts")
+        if isinstance(values, list) and len(values) != count:
+            raise RolloutError(f"rollout_func returned {len(values)} {name} for {count} {what}. {remedy}")
     for row, ids in enumerate(rollout["completion_ids"]):
-        if not ids or not rollout["prompt_ids"][row]:
+        if not rollout["prompt_ids"][row] or not (ids or several):  # a rollout may have further rows
             raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {remedy}")
         for name in ("logprobs", "env_mask", *(["kept_ids"] if kept_ids else [])):
             values = rollout.get(name)
@@ -151,6 +168,21 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
                     f"place {place} of completion {row}. {remedy}"
                 )
     return rollout
+
+
+def _rollout_ids(values: Any, prompts: int, remedy: str) -> list[int]:
+    try:
+        places = [int(value) for value in values]
+    except (TypeError, ValueError):
+        places = []
+    if not places or not {*places} <= {*range(prompts)}:
+        raise RolloutError(
+            f"rollout_func returned rollout_ids={values!r}; it has, for each returned row, the number of its prompt, "
+            f"from 0 to {prompts - 1}. {remedy}"
+        )
+    if missing := sorted({*range(prompts)} - {*places}):
+        raise RolloutError(f"rollout_func returned no row of the prompts {missing}; each needs at least one. {remedy}")
+    return places
 
 
 def _float_or_none(value: Any) -> float | None:  # vLLM does not report all of them

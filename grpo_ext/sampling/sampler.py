@@ -94,7 +94,7 @@ def sampler_of(view: TrainerView, engine: Any) -> Sampler:
     needs_logps = _LOGPS if view.corrects_sampling else None
     return replace(
         sampler,
-        engine=UserRollouts(view.call_rollout_func, unequal, needs_logps, view.args.replay.masks),
+        engine=UserRollouts(view.call_rollout_func, unequal, needs_logps, view.args.replay.masks, why_one_row(view)),
         inner=sampler,
         whole=True,
         by_user="rollout_func",
@@ -103,6 +103,18 @@ def sampler_of(view: TrainerView, engine: Any) -> Sampler:
         returns=sampler.returns - {"experts"} | {"masks"},
         changed=sampler.changed if view.use_vllm else (),
     )
+
+
+def why_one_row(view: TrainerView) -> str | None:
+    """Why each rollout of a `rollout_func` has one row, as a clause; None where it may have several."""
+    names = "compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies", "_generate_and_score_completions"
+    if (name := view.overridden(*names)) is not None:
+        return f"{name} is overridden: TRL's dictionary, which it is given, has one row for each completion"
+    if view.takes_images:
+        return f"{type(view.policy).__name__} takes images, which belong to the one row of a completion"
+    if view.tools:
+        return "tools answer to the end of the one row of a completion; call them in rollout_func"
+    return None
 
 
 def suppressed_in(view: TrainerView) -> list[torch.Tensor]:

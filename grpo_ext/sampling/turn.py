@@ -7,7 +7,7 @@ completion.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from ..forward.columns import (
     TokenColumns,
     first_tokens,
 )
+from ..forward.further_rows import FurtherRow
 
 
 @dataclass
@@ -42,6 +43,15 @@ class Context:
         return self.prompt_ids + self.ids
 
 
+class Returned(NamedTuple):
+    """What a `rollout_func` returned of a rollout of several rows."""
+
+    ids: list[int]  # the rows' own tokens, of the model and of tools, also those of rows that are not trained
+    last_ids: list[int]  # those of the last row
+    context_tokens: int  # of the contexts of all rows but the first
+    untrained_tokens: int  # of rows that are not trained
+
+
 @dataclass(frozen=True)
 class Turn:
     """New tokens of one completion, and what sampled them recorded of each."""
@@ -55,6 +65,8 @@ class Turn:
     prompt_ids: list[int] | None = None
     mask: list[int] | None = None  # None: the model wrote all
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    further: Sequence[FurtherRow] = ()  # rows of the completion after the first
+    returned: Returned | None = None  # of a rollout of several rows
 
     @classmethod
     def of(

@@ -12,6 +12,7 @@ import torch
 from ..batching.micro_batches import MicroBatch
 from ..forward.columns import COLUMNS, COMPLETION_MASK, Column
 from ..forward.rows import TokenRows, unpadded
+from .cut_completion import CutCompletion
 from .statistics import StepContext, StepMetrics
 
 LENGTHS = "lengths"
@@ -25,6 +26,18 @@ class LossInputs:
     rows: TokenRows  # the tokens, without padding
     columns: dict[str, Any]  # on the device, those of `loss_columns`
     padded: dict[str, Any] = field(default_factory=dict)  # TRL's dictionary, where a user's overrides read it
+    cut: CutCompletion | None = None  # of a piece
+    tokens: slice = field(default_factory=lambda: slice(None))  # of a piece, among the tokens of its completion
+
+    @property
+    def first_row(self) -> int:
+        """Of a piece, among the rows of its completion."""
+        return 0 if self.part.piece is None else self.part.piece.start
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each completion."""
+        return self.rows.by_completion(self.rows.scored_B)
 
     @property
     def metrics(self) -> StepMetrics:
@@ -53,11 +66,11 @@ class LossInputs:
 
 
 def loss_columns(columns: Mapping[str, Any], rows: TokenRows) -> dict[str, torch.Tensor]:
-    """What the loss reads, by TRL's names, from columns of unpadded or padded rows; and `LENGTHS`, those of the rows.
+    """What the loss reads, by TRL's names, from columns of unpadded or padded completions; and `LENGTHS`, theirs.
 
-    (S,) for the completion tokens of all rows, one after the other, or (B, 1).
+    (S,) for the tokens of all completions, one after the other, or (B, 1).
     """
-    lengths = [*rows.completions_B]
+    lengths = rows.by_completion(rows.scored_B)
     of_loss = {LENGTHS: torch.tensor(lengths), COMPLETION_MASK: torch.ones(sum(lengths), dtype=torch.long)}
     for name, kind in COLUMNS.items():
         column = columns.get(name) if kind.loss else None

@@ -43,6 +43,9 @@ def active_tokens(mask: torch.Tensor, entropies: torch.Tensor, threshold: float 
 def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: LogProbs) -> torch.Tensor:
     """The part of the loss that a micro-batch adds to the step, times the micro-batch's weight."""
     columns, step, metrics = micro_batch.columns, micro_batch.step, micro_batch.metrics
+    if micro_batch.cut is not None:
+        loss = micro_batch.cut.share(micro_batch.first_row, (scores.logps_S, scores.entropies_S))
+        return _with_routers(cfg, loss, scores, micro_batch)
     if cfg.beta != 0.0 and "ref_per_token_logps" not in columns:
         raise ConfigError(
             f"beta={cfg.beta:g} asks for the KL term, but these completions have no reference log-probabilities, "
@@ -76,15 +79,20 @@ def assemble_loss(cfg: LossConfig, micro_batch: LossInputs, scores: LogProbs) ->
         bonus = (entropies_S * active).sum()
         metrics.add("bonus_entropy", bonus, active.sum())
         loss = loss - cfg.entropy_coefficient * bonus / max(step.counts.entropy_tokens, 1)
-    if cfg.router_coefficient is not None:
-        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, scores.router, micro_batch)
     _add_policy_metrics(cfg, tokens, batch, micro_batch, entropies_S)
     if SAMPLER_LOGPS in columns:
         _add_sampler_difference(batch, micro_batch)
-    if scores.routing is not None:
-        metrics.add("routing/changed_share", *scores.routing.counts())
     if cfg.log_ratios and batch.old_logps_S is not None:
         _add_ratios((logps_S - batch.old_logps_S).detach().exp(), mask, micro_batch)
+    return _with_routers(cfg, loss, scores, micro_batch)
+
+
+def _with_routers(cfg: LossConfig, loss: torch.Tensor, scores: LogProbs, micro_batch: LossInputs) -> torch.Tensor:
+    """A micro-batch's loss with what its routers add."""
+    if cfg.router_coefficient is not None:
+        loss = loss + cfg.router_coefficient * _router_loss(cfg.router_coefficient, scores.router, micro_batch)
+    if scores.routing is not None:
+        micro_batch.metrics.add("routing/changed_share", *scores.routing.counts())
     return loss * micro_batch.part.weight
 
 
@@ -110,7 +118,7 @@ def _add_sampler_difference(batch: TokenBatch, micro_batch: LossInputs) -> None:
     begins_B1 = (batch.lengths_B.cumsum(0) - batch.lengths_B)[:, None]
     place_S = torch.arange(len(known_S), device=known_S.device) - batch.spread(begins_B1)
     for name, start, end in _DEPTHS:
-        if not start or start < max(micro_batch.rows.completions_B):
+        if not start or start < max(micro_batch.lengths):
             metrics.add_tokens({name: difference_S}, known_S * (place_S >= start) * (place_S < end))
 
 

@@ -17,25 +17,29 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from ..algorithms.keyed_random import DROPOUT_STREAM, derive_key
+from ..algorithms.losses import LossConfig
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..errors import MemoryShortageError, PrecisionError, counted
 from ..forward.columns import ROW
 from ..forward.dropout import is_keyed
+from ..forward.lm_head import LogProbs
 from ..forward.rows import TokenRows
 from ..forward.runner import ForwardRunner
 from ..precision.non_finite import explanation, first_module
 from ..rollouts.batch import RolloutBatch
 from ..rollouts.source import Rollouts
 from ..runtime.attributes import temporarily_set
-from ..runtime.collectives import gather_lists, max_over_processes, raise_on_all, uneven_collectives
+from ..runtime.collectives import any_process, gather_lists, max_over_processes, raise_on_all, uneven_collectives
 from ..runtime.messages import logger
 from ..runtime.out_of_memory import MicroBatchLimits, StepOutOfMemory, is_out_of_memory, shortage_of_one
 from ..runtime.transfer import to_device
 from ..view import TrainerView
+from .cut_completion import CutCompletion
 from .gradients import FixedPointGradients, NativeGradients, accumulating, refuse_gradient_hooks
 from .inputs import LossInputs, loss_columns
+from .loss import assemble_loss
 from .record import StepRecord
-from .settings import StepSettings, step_settings_of
+from .settings import StepSettings, loss_config_of, step_settings_of
 from .statistics import MicroBatchStatistics, StepContext, StepMetrics, StepPlan, count_step, loss_mask, set_statistics
 
 
@@ -92,22 +96,35 @@ class Attempt:
         metrics = StepMetrics(accelerator.device, counted=self.forwards.is_first)
         self.step = step = count_step(self.rollout, metrics)
         step.record = self.record.add if self.record is not None and self.forwards.is_first else None
-        if settings.top_entropy_quantile >= 1.0 and not settings.router:
+        of_step = settings.top_entropy_quantile < 1.0 or settings.router
+        cut = self.rollout.several is not None and any(part.piece is not None for part in self.plan.micro_batches)
+        # where a forward is a collective, all run theirs
+        everything = of_step or (
+            self.rollout.several is not None and self.forwards.collective_forward and any_process(cut)
+        )
+        if not everything and not cut:
             return
         measured: list[MicroBatchStatistics] = []
+        parts = [part for part in self.plan.micro_batches if everything or part.piece is not None]
         with self.forwards.without_gradients(self.planner.view.policy):
-            for micro_batch in self.micro_batches():
+            for micro_batch in self.micro_batches(parts):
                 scores = self.forwards.micro_batch_log_probs(
                     model, micro_batch.rows, settings.router, micro_batch.padded
                 )
                 # a column may be a part of the micro-batch's buffer, which would stay on the device with it
-                mask_S = loss_mask(micro_batch.columns).clone()
+                mask_S = loss_mask(micro_batch.columns)[micro_batch.tokens].clone()
                 experts = None if scores.router is None else scores.router.statistics()
                 measured.append(MicroBatchStatistics(micro_batch.part, scores.entropies_S, mask_S, experts))
-        set_statistics(step, measured, settings.top_entropy_quantile)
+                if micro_batch.cut is not None:
+                    micro_batch.cut.scores[micro_batch.first_row] = scores.logps_S, scores.entropies_S
+        if of_step:
+            set_statistics(step, measured, settings.top_entropy_quantile)
+        cfg = replace(loss_config_of(self.planner.view), router_coefficient=None)  # pieces add that term themselves
+        for micro_batch in self.micro_batches([MicroBatch((place,)) for place in step.cuts]):
+            step.cuts[micro_batch.part.rows[0]].derive(functools.partial(_whole_loss, cfg, micro_batch))
 
-    def micro_batches(self) -> Iterator[LossInputs]:
-        for part in self.plan.micro_batches:
+    def micro_batches(self, parts: Sequence[MicroBatch] | None = None) -> Iterator[LossInputs]:
+        for part in self.plan.micro_batches if parts is None else parts:
             selected, rows, padded = self.rollout.select(part.rows), self.token_rows(part.rows), dict[str, Any]()
             if self.settings.in_trl_form:
                 padded = selected.as_trl(self.planner.view.tokenizer.pad_token_id, self.forwards.multiple)
@@ -115,15 +132,20 @@ class Attempt:
                 padded[ROW] = torch.tensor(part.rows)
             values = loss_columns(selected.columns, rows), padded
             columns, padded = to_device(values, self.forwards.accelerator.device)
-            self.current = LossInputs(self.step, part, selected.groups, rows, columns, padded)
+            of_step = self.step, part, selected.groups
+            self.current = LossInputs(*of_step, rows, columns, padded)
+            if (piece := part.piece) is not None:
+                starts = [0, *itertools.accumulate(rows.scored_B)]
+                cut = self.step.cuts.setdefault(part.rows[0], CutCompletion())
+                tokens = slice(starts[piece.start], starts[piece.stop])
+                self.current = LossInputs(*of_step, rows.part(piece), columns, cut=cut, tokens=tokens)
             yield self.current
 
     def token_rows(self, places: Sequence[int]) -> TokenRows:
         """The tokens of these completions of the step, which may come in any order and repeatedly."""
         selected = self.rollout.select(places)
-        rows = selected.token_rows(self.planner.rollouts.images.of_batch(selected.columns))
-        lengths = [self.rollout.group_lengths[group] for group in selected.groups]
-        return self.with_dropout(replace(rows, group_lengths_B=lengths), places)
+        images = self.planner.rollouts.images.of_batch(selected.columns)
+        return self.with_dropout(selected.token_rows(images, self.rollout.group_lengths), places)
 
     def with_dropout(self, rows: TokenRows, places: Sequence[int]) -> TokenRows:
         if self.dropout is None:
@@ -202,6 +224,12 @@ class Attempt:
         with temporarily_set(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
             self.run_again(parts, look)
         return dict(sorted(dict(gather_lists(first_by_row)).items()))  # of processes that share a row, the last one's
+
+
+def _whole_loss(
+    cfg: LossConfig, micro_batch: LossInputs, logps_S: torch.Tensor, entropies_S: torch.Tensor
+) -> torch.Tensor:
+    return assemble_loss(cfg, micro_batch, LogProbs(logps_S, entropies_S, None))
 
 
 @dataclass
@@ -301,9 +329,11 @@ class StepPlanner:
             limits.failures += 1
             logger.warning(f"Out of memory in {what} ({reason}); its units run again after freeing memory.")
             return
-        rows = max_over_processes(max(len(part.rows) for part in plan.micro_batches))
-        tokens = max(plan.sizes.tokens(part.rows, plan.form) for part in plan.micro_batches)
-        allowed = limits.shrink(rows, max_over_processes(tokens), what)
+        parts, sizes = plan.micro_batches, plan.sizes
+        rows = max_over_processes(max(len(part.rows) for part in parts))
+        cuttable = max_over_processes(max(sizes.forward_rows(part) for part in parts)) > 1
+        tokens = max_over_processes(max(sizes.tokens(part.rows, plan.form, part.piece) for part in parts))
+        allowed = limits.shrink(rows, tokens, what, cuttable)
         logger.warning(
             f"Out of memory in {what} ({reason}); it runs again with {allowed}, and so do all that follow. The result "
             "is the same."

@@ -53,7 +53,7 @@ class StepRecord:
         The coefficient of a token is the derivative of the loss, without entropy bonus and router term, with respect to
         its log-probability: the gradient is the sum of coefficients times gradients of log-probabilities.
         """
-        rows, lengths = micro_batch.part.rows, micro_batch.rows.completions_B
+        rows, lengths = micro_batch.part.rows, micro_batch.lengths
         if not micro_batch.part.weight or len(rows) != len(lengths):
             return  # repeated to keep processes in step, or with rows of a user's override
         clipped = [batch.spread(part).bool() for part in clip_indicators(cfg, loss, batch).values()]
@@ -77,7 +77,7 @@ class StepRecord:
         if self.moved:
             columns = {"after": batch.logps_S}
         for name, values in columns.items():
-            parts = [None] * len(rows) if values is None else values.detach().split([*lengths])
+            parts = [None] * len(rows) if values is None else values.detach().split(lengths)
             for row, part in zip(rows, parts, strict=True):
                 of_row = None if part is None else part.tolist()
                 self.tokens.setdefault(row, {}).setdefault(name, of_row)  # the first: the step's own forward

@@ -19,6 +19,7 @@ from ..batching.micro_batches import Form, MicroBatch, StepSizes
 from ..errors import PrecisionError
 from ..rollouts.batch import RolloutBatch
 from ..runtime.collectives import gather_lists, ragged_gather, stack_over_processes
+from .cut_completion import CutCompletion
 
 _Number = torch.Tensor | float
 
@@ -114,6 +115,8 @@ class StepContext:
     expert_share: torch.Tensor | None = None  # how often each expert is chosen per row (a token in a layer), (E,)
     router_rows: float = 0  # tokens times layers, over all processes
     record: Callable[..., None] | None = None  # `StepRecord.add`, where the step is recorded
+    # by their places in the step, this process's completions that are cut into pieces
+    cuts: dict[int, CutCompletion] = field(default_factory=dict)
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -178,11 +181,11 @@ class StepPlan:
 
     def token_counts(self) -> tuple[int, int, int]:
         """Unique tokens of the whole step; tokens that this process's forwards hold; and how many are padding."""
-        parts = [part.rows for part in self.micro_batches if part.weight]
-        computed = real = sum(self.sizes.tokens(part, self.form) for part in parts)
+        parts = [(part.rows, part.piece) for part in self.micro_batches if part.weight]
+        computed = real = sum(self.sizes.tokens(rows, self.form, piece) for rows, piece in parts)
         if self.form != "packed":
-            pieces = [[row] for part in parts for row in part] if self.form == "padded" else parts
-            real = sum(self.sizes.tokens(piece, "packed") for piece in pieces)
+            alone = [((row,), piece) for rows, piece in parts for row in rows] if self.form == "padded" else parts
+            real = sum(self.sizes.tokens(rows, "packed", piece) for rows, piece in alone)
         return self.sizes.tokens(self.rows, "packed"), computed, computed - real
 
 
