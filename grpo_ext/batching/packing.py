@@ -87,11 +87,11 @@ def build_pack(
         end += prompt
         last_of_prompt, completions = end - 1, []
         for row, length in enumerate(completion_lengths[first:stop], first):
-            run, context = length if keep_last else max(length - 1, 0), contexts[row] if contexts else 0
+            run = length if keep_last else max(length - 1, 0)
             segments.append((starts[row] + prompt_lengths[row], run, prompt, 1))
-            first_own = max(context, 1)  # that a token of the completion predicts; without a context the prompt does
-            predictors += [(last_of_prompt, min(length, first_own - context))]
-            predictors += [(end + first_own - 1, max(length - first_own, 0))]
+            context = contexts[row] if contexts else 0
+            predictors += [(last_of_prompt, min(length, 1) * (not context))]
+            predictors += [(end + max(context - 1, 0), max(length - max(context, 1), 0))]
             completions.append((end, end + run))
             end += run
         lengths = group_lengths[first] if group_lengths else tuple(completion_lengths[first:stop])
