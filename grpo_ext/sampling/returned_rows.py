@@ -77,9 +77,11 @@ def turn_of_rows(rows: Sequence[ReturnedRow]) -> Turn:
     further = [FurtherRow(place, chain.prompt_ids) for place, chain in zip(places, chains, strict=True)]
     if further[0].context == first.prompt_ids:
         further = further[1:]
+    last = next((row for row in reversed(rows) if row.ids), first)
     returned = Returned(
         ids=[token for row in rows for token in row.ids],
-        last_ids=next((row.ids for row in reversed(rows) if row.ids), []),
+        last_context=last.prompt_ids,
+        last_ids=last.ids,
         counts={
             "rows": len(chains),
             "longest": max(len(chain.prompt_ids) + len(chain.ids) for chain in chains),  # tokens, context included
