@@ -104,9 +104,8 @@ class StepSizes:
 
         `piece`: only these rows of the one completion that it holds.
         """
-        sizes = [
-            (row, size) for row in rows for size in (self.rows_of(row) if piece is None else self.piece(row, piece))
-        ]
+        pairs = [(row, size) for row in rows for size in self.rows_of(row)]
+        sizes = pairs if piece is None else pairs[piece.start : piece.stop]
         if not sizes:
             return 0
         prompts = {self.groups_B[row]: size.prompt for row, size in sizes if size.shares}
@@ -116,9 +115,6 @@ class StepSizes:
         prompt, completion = self.up(max(*prompts.values(), *others, 0)), self.up(max(after))
         of_prompts = len(prompts) + len(others) if form == "prefix" else len(sizes)
         return of_prompts * prompt + len(sizes) * completion
-
-    def piece(self, row: int, piece: range) -> Sequence[RowSize]:
-        return [self.rows_of(row)[number] for number in piece]
 
     def forward_rows(self, part: "MicroBatch") -> int:
         return sum(len(self.rows_of(row)) for row in part.rows) if part.piece is None else len(part.piece)
@@ -164,7 +160,8 @@ def plan_step(sizes: StepSizes, rows: Sequence[int], layout: MicroBatchLayout) -
     mine = cut[layout.rank]
     # a process without completions needs one filler: the collectives need a gradient of every parameter
     most = max(1, *map(len, cut)) if layout.equal_counts else 1
-    return mine + [MicroBatch((shortest,), weight=0.0)] * (most - len(mine))
+    filler = MicroBatch((shortest,), weight=0.0, piece=range(1) if len(sizes.rows_of(shortest)) > 1 else None)
+    return mine + [filler] * (most - len(mine))
 
 
 def _whole_or_pieces(sizes: StepSizes, part: Sequence[int], layout: MicroBatchLayout) -> list[MicroBatch]:

@@ -55,16 +55,18 @@ class Pack:
     predictor_S: torch.Tensor  # the token that predicts each completion token, in row order
 
 
-def group_runs(same_as_previous: Sequence[bool]) -> list[Range]:
-    """Half-open ranges of consecutive rows with one prompt; `same_as_previous` is of each row but the first."""
-    starts = [0, *(i + 1 for i, same in enumerate(same_as_previous) if not same)]
-    return list(zip(starts, [*starts[1:], len(same_as_previous) + 1], strict=True))
+def rows_by_run(runs_B: Sequence[int]) -> list[list[int]]:
+    """The rows with one prompt, by the number of the run that each row belongs to (0, 1, ... where they begin)."""
+    rows: list[list[int]] = [[] for _ in range(max(runs_B, default=-1) + 1)]
+    for row, run in enumerate(runs_B):
+        rows[run].append(row)
+    return rows
 
 
 def build_pack(
     prompt_lengths: Sequence[int],
     completion_lengths: Sequence[int],
-    groups: Sequence[Range],
+    groups: Sequence[Sequence[int]],
     keep_last: bool,
     multiple: int = 1,
     group_lengths: Sequence[tuple[int, ...]] | None = None,
@@ -72,29 +74,29 @@ def build_pack(
 ) -> Pack:
     """Lay out rows, which lie one after the other without padding; `group_lengths` as in `TokenRows`.
 
-    `keep_last` runs the last token of a completion too: it predicts nothing, but a router's statistics count it. The
-    pack is filled up to a `multiple` of tokens with a prompt that no other token sees. `contexts`: how many tokens of
-    each completion, from its first, are not predicted.
+    `groups` have the rows with one prompt each. `keep_last` runs the last token of a completion too: it predicts
+    nothing, but a router's statistics count it. The pack is filled up to a `multiple` of tokens with a prompt that no
+    other token sees. `contexts`: how many tokens of each completion, from its first, are not predicted.
     """
     starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths, strict=True)))]
     segments: list[_Segment] = []
-    predictors: list[tuple[int, int]] = []  # first token and number of tokens
+    predictors: list[list[tuple[int, int]]] = [[] for _ in prompt_lengths]  # of each row: first token, number of tokens
     packed: list[PackedGroup] = []
     end = 0
-    for first, stop in groups:
-        prompt, begin = prompt_lengths[first], end
-        segments.append((starts[first], prompt, 0, stop - first))
+    for rows in groups:
+        first, begin = rows[0], end
+        prompt = prompt_lengths[first]
+        segments.append((starts[first], prompt, 0, len(rows)))
         end += prompt
         last_of_prompt, completions = end - 1, []
-        for row, length in enumerate(completion_lengths[first:stop], first):
+        for row in rows:
+            length = completion_lengths[row]
             run = length if keep_last else max(length - 1, 0)
             segments.append((starts[row] + prompt_lengths[row], run, prompt, 1))
-            context = contexts[row] if contexts else 0
-            predictors += [(last_of_prompt, min(length, 1) * (not context))]
-            predictors += [(end + max(context - 1, 0), max(length - max(context, 1), 0))]
+            predictors[row] = _predictors(last_of_prompt, end, length, contexts[row] if contexts else 0)
             completions.append((end, end + run))
             end += run
-        lengths = group_lengths[first] if group_lengths else tuple(completion_lengths[first:stop])
+        lengths = group_lengths[first] if group_lengths else tuple(completion_lengths[row] for row in rows)
         packed.append(PackedGroup((begin, begin + prompt), tuple(completions), lengths))
     if fill := -end % multiple:
         segments.append((0, fill, 0, 0))
@@ -102,7 +104,7 @@ def build_pack(
     source, length, position, count = torch.tensor(segments).T
     within_N, segment_N = _ranges(length)
     source_N = torch.where(count[segment_N] > 0, source[segment_N] + within_N, -1)
-    first_token, tokens = torch.tensor(predictors).T
+    first_token, tokens = torch.tensor([part for of_row in predictors for part in of_row]).T
     within_S, run_S = _ranges(tokens)
     return Pack(
         layout=PackLayout(tuple(packed), end + fill),
@@ -111,6 +113,13 @@ def build_pack(
         counts_N=count[segment_N],
         predictor_S=first_token[run_S] + within_S,
     )
+
+
+def _predictors(last_of_prompt: int, begin: int, length: int, context: int) -> list[Range]:
+    """What predicts the tokens of a completion after its `context`: first tokens of the pack, and how many."""
+    if context:
+        return [(begin + context - 1, length - context)]
+    return [(last_of_prompt, min(length, 1)), (begin, max(length - 1, 0))]
 
 
 def _ranges(lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

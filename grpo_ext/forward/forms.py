@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..batching.micro_batches import Form
-from ..batching.packing import Pack, Range, build_pack, group_runs
+from ..batching.packing import Pack, build_pack, rows_by_run
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token, layer_kinds
@@ -179,7 +179,7 @@ def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
 
 
 def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
-    runs = group_runs(rows.same_prompt)
+    runs = rows_by_run(rows.runs_B)
     contexts, lengths = [row.context for row in rows.rows_of], (rows.prompts_B, rows.completions_B)
     pack = build_pack(*lengths, runs, with_router, multiple, rows.group_lengths_B, contexts)
     ids = rows.ids_N[pack.source_N.clamp(min=0)].unsqueeze(0)  # filled up with the first token
@@ -189,11 +189,11 @@ def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     return inputs, pack.predictor_S, counts_N.unsqueeze(0), pack.source_N
 
 
-def _counts_of_pack(rows: TokenRows, runs: Sequence[Range], pack: Pack) -> torch.Tensor:
+def _counts_of_pack(rows: TokenRows, runs: Sequence[Sequence[int]], pack: Pack) -> torch.Tensor:
     """`Pack.counts_N` without what earlier rows of a completion have."""
     counts_N, counted, starts = torch.zeros_like(pack.counts_N), rows.counted_N, rows.starts_B
-    for (first, stop), group in zip(runs, pack.layout.groups):  # the last one may be filling
-        for row, completion in zip(range(first, stop), group.completions, strict=True):
+    for of_run, group in zip(runs, pack.layout.groups):  # the last one may be filling
+        for row, completion in zip(of_run, group.completions, strict=True):
             start = starts[row]
             for begin, end in (group.prompt, completion):
                 counts_N[begin:end] += counted[start : start + end - begin]
@@ -214,7 +214,7 @@ def _sliced(layout: _Layout, group: SequenceGroup) -> tuple[_Layout, TokenSlice]
 def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int, left: int) -> _Layout:
     ids, mask, width = rows.padded(multiple, left)
     prompt = ids.size(1) - width
-    firsts = [first for first, _ in group_runs(rows.same_prompt)]
+    firsts = [of_run[0] for of_run in rows_by_run(rows.runs_B)]
     first_G, prompt_B = torch.tensor(firsts), torch.tensor(rows.runs_B)
     # a completion's last token predicts nothing, but a router's statistics count it. Some layers take only one column
     # for a step of decoding, in which they change their cache

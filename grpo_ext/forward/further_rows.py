@@ -45,21 +45,23 @@ def encoded(prompt: Sequence[int], ids: Sequence[int], further: Sequence[Further
     The fourth number is how many ids follow these in its context; the second column has the ids.
     """
     starts = [0, *(row.start for row in further), len(ids)]
-    rows = [[*prompt, *ids[: starts[1]]] if starts[1] else []]  # a first row without tokens does not run
+    # a first row without tokens does not run
+    rows = [torch.tensor([*prompt, *ids[: starts[1]]] if starts[1] else [])]
     numbers, rest = list[int](), list[int]()
     for row, (start, stop) in zip(further, pairwise(starts[1:]), strict=True):
-        same = [_common(row.context, earlier) for earlier in rows]
+        context = torch.tensor(row.context)
+        same = [_common(context, earlier) for earlier in rows]
         shared = max(same)
         new = row.context[shared:]
         numbers += [start, same.index(shared), shared, len(new)]
         rest += new
-        rows.append([*row.context, *ids[start:stop]])
+        rows.append(torch.cat([context, torch.tensor(ids[start:stop])]))
     return numbers, rest
 
 
-def decoded(prompt: torch.Tensor, ids: torch.Tensor, numbers: Sequence[int], rest: torch.Tensor) -> list[Row]:
-    """The rows of a completion."""
-    further = [numbers[place : place + _NUMBERS] for place in range(0, len(numbers), _NUMBERS)]
+def decoded(prompt: torch.Tensor, ids: torch.Tensor, numbers: torch.Tensor, rest: torch.Tensor) -> list[Row]:
+    """The rows of a completion, from its columns."""
+    further = numbers.view(-1, _NUMBERS).int().tolist()
     starts = [0, *(start for start, *_ in further), len(ids)]
     rows = [Row(prompt, True, ids[:0], 0, starts[1], 0)]
     used = 0
@@ -72,7 +74,8 @@ def decoded(prompt: torch.Tensor, ids: torch.Tensor, numbers: Sequence[int], res
     return rows if starts[1] or not further else rows[1:]
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(one: torch.Tensor, other: torch.Tensor) -> int:
     """How many tokens both begin with."""
-    pairs = enumerate(zip(one, other))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    length = min(len(one), len(other))
+    different = (one[:length] != other[:length]).nonzero()
+    return int(different[0]) if len(different) else length

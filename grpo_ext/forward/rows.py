@@ -28,6 +28,7 @@ class RowOf(NamedTuple):
     context: int = 0  # tokens after the prompt that get no log-probability
     repeated: int = 0  # tokens, from the first, that an earlier row of the completion begins with too
     shares: bool = True  # whether it begins with the completion's prompt; else its prompt is its whole context
+    run: int = 0  # rows with one number have the same prompt
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class TokenRows:
         lengths_B = [n for part in parts for n in part.group_lengths_B or [(n,) for n in part.completions_B]]
         several, completions = list[RowOf](), 0
         for part in parts:
-            several += [row._replace(completion=completions + row.completion) for row in part.rows_of]
+            runs = zip(part.rows_of, part.runs_B, strict=True)
+            first = max((row.run for row in several), default=-1) + 1
+            several += [r._replace(completion=completions + r.completion, run=first + run) for r, run in runs]
             completions = several[-1].completion + 1 if several else 0
         of_rows = None if all(part.several is None for part in parts) else several
         return cls(ids_N, prompts_B, completions_B, same, None, columns, lengths_B, of_rows)
@@ -141,8 +144,11 @@ class TokenRows:
 
     @property
     def runs_B(self) -> list[int]:
-        """For each row the number of its run of rows with one prompt, from 0."""
-        return [*accumulate((not same for same in self.same_prompt), initial=0)]
+        """For each row the number of its run of rows with one prompt, from 0; neighbours, but for `several`."""
+        if self.several is None:
+            return [*accumulate((not same for same in self.same_prompt), initial=0)]
+        numbers = dict[int, int]()
+        return [numbers.setdefault(row.run, len(numbers)) for row in self.several]
 
     def with_dropout(self, start: int, groups: Sequence[int], completions: Sequence[int]) -> TokenRows:
         """The same rows, with keys of dropout (`token_keys`), by the group and the number of each completion."""

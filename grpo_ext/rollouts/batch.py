@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..batching.micro_batches import RowSize, StepSizes
+from ..batching.micro_batches import StepSizes
 from ..batching.sizes import group_numbers
 from ..errors import RolloutError
 from ..forward.columns import (
@@ -115,29 +115,24 @@ class RolloutBatch:
         rows = zip(column, _spans(mask), strict=True)
         return Rows.of([row[first:] if of_prompt else row[:stop] for row, (first, stop) in rows])
 
-    @functools.cached_property
-    def several(self) -> list[list[Row]] | None:
-        """The rows of each completion; None where each has one."""
-        if FURTHER_ROWS not in self.columns or not any(self[FURTHER_ROWS].lengths):
-            return None
-        columns = self.prompts, self.completions, (row.tolist() for row in self[FURTHER_ROWS]), self[CONTEXT_IDS]
-        return [decoded(*row) for row in zip(*columns, strict=True)]
+    @property
+    def several(self) -> bool:
+        """Whether completions have several rows."""
+        return FURTHER_ROWS in self.columns and any(self[FURTHER_ROWS].lengths)
 
     @functools.cached_property
-    def row_sizes(self) -> list[list[RowSize]]:
-        """The tokens of each row of each completion."""
-        if self.several is not None:
-            return [[row.size for row in rows] for rows in self.several]
-        return [
-            [RowSize(*lengths, True)] for lengths in zip(self.prompts.lengths, self.completions.lengths, strict=True)
-        ]
+    def rows(self) -> list[list[Row]]:
+        """The rows of each completion."""
+        nothing: Any = [torch.empty(0)] * len(self)
+        columns = self.prompts, self.completions, *(self.columns.get(n, nothing) for n in (FURTHER_ROWS, CONTEXT_IDS))
+        return [decoded(*row) for row in zip(*columns, strict=True)]
 
     @functools.cached_property
     def group_lengths(self) -> dict[int, tuple[int, ...]]:
         """Tokens after the prompt, of each row of the completions of each group that begins with it."""
         lengths: dict[int, tuple[int, ...]] = {}
-        for group, sizes in zip(self.groups, self.row_sizes, strict=True):
-            lengths[group] = (*lengths.get(group, ()), *(size.after for size in sizes if size.shares))
+        for group, rows in zip(self.groups, self.rows, strict=True):
+            lengths[group] = (*lengths.get(group, ()), *(row.size.after for row in rows if row.shares))
         return lengths
 
     @functools.cached_property
@@ -159,11 +154,9 @@ class RolloutBatch:
         """
         rows, groups, prompts = range(len(self)), self.groups, list(self.prompts)
         shared = all(torch.equal(prompts[row - 1], prompts[row]) for row in rows[1:] if groups[row - 1] == groups[row])
-        numbers, prompts_B = groups if shared else rows, self.prompts.lengths
-        if self.several is None:
-            return StepSizes(numbers, prompts_B, self.completions.lengths, multiple)
-        after_B = [sum(size.after + size.prompt * (not size.shares) for size in sizes) for sizes in self.row_sizes]
-        return StepSizes(numbers, prompts_B, after_B, multiple, self.row_sizes)
+        numbers, sizes = groups if shared else rows, [[row.size for row in rows] for rows in self.rows]
+        after_B = [sum(size.after + size.prompt * (not size.shares) for size in of_one) for of_one in sizes]
+        return StepSizes(numbers, self.prompts.lengths, after_B, multiple, sizes if self.several else None)
 
     @property
     def loss_masks(self) -> Rows:
@@ -184,55 +177,36 @@ class RolloutBatch:
 
     def token_rows(self, images: RowImages | None, group_lengths: Mapping[int, tuple[int, ...]]) -> TokenRows:
         """The tokens of the rows of these completions; `group_lengths` are those of their whole groups."""
-        prompts, completions = self.prompts, self.completions
-        if self.several is not None:
-            return self._token_rows_of_several(self.several, group_lengths)
-        ids = [part for parts in zip(prompts, completions, strict=True) for part in parts]
-        # within a group: whether another group with the same prompt lies beside it depends on the split
-        neighbours = itertools.pairwise(zip(self.groups, prompts, strict=True))
-        same = [group == before and torch.equal(one, other) for (before, one), (group, other) in neighbours]
-        columns = {name: self[name] for name in (EXPERTS, KEPT_COUNTS, KEPT_IDS) if name in self.columns}
-        if EXPERTS in columns:  # rows of one prompt may have other experts
-            pairs = zip(same, itertools.pairwise(columns[EXPERTS]), prompts.lengths[:-1], strict=True)
-            same = [text and torch.equal(one[:n], other[:n]) for text, (one, other), n in pairs]
-        lengths_B = [group_lengths[group] for group in self.groups]
-        rows = TokenRows(torch.cat(ids).long(), prompts.lengths, completions.lengths, same, images, columns, lengths_B)
-        return rows.having(ATTENDED, self.attended)
-
-    def _token_rows_of_several(
-        self, several: list[list[Row]], group_lengths: Mapping[int, tuple[int, ...]]
-    ) -> TokenRows:
-        pairs = [(number, row) for number, rows in enumerate(several) for row in rows]
-        completions, groups = list(self.completions), [self.groups[number] for number, _ in pairs]
-        sizes, rows = [row.size for _, row in pairs], [row for _, row in pairs]
-        both, kept = [size.prompt + size.after for size in sizes], [row.stop - row.start for row in rows]
-        lengths = {EXPERTS: both, KEPT_COUNTS: kept}
+        pairs = [(number, row) for number, rows in enumerate(self.rows) for row in rows]
+        groups, sizes = [self.groups[number] for number, _ in pairs], [row.size for _, row in pairs]
+        lengths = {EXPERTS: [n.prompt + n.after for n in sizes], KEPT_COUNTS: [r.stop - r.start for _, r in pairs]}
         columns = {name: Rows(self[name].values, n) for name, n in lengths.items() if name in self.columns}
         if KEPT_IDS in self.columns:
-            columns[KEPT_IDS] = Rows(
-                self[KEPT_IDS].values, [int(row.clamp(min=0).sum()) for row in columns[KEPT_COUNTS]]
-            )
-        experts = columns.get(EXPERTS, Rows.of([[]] * len(rows)))
-        pieces = itertools.pairwise(zip(rows, groups, experts, strict=True))
-        same = [
-            group == before
-            and one.shares
-            and other.shares
-            and torch.equal(one.prompt, other.prompt)
-            and torch.equal(*(e[: len(one.prompt)] for e in (a, b)))
-            for (one, before, a), (other, group, b) in pieces
-        ]
-        return TokenRows(
+            counts = [int(row.clamp(min=0).sum()) for row in columns[KEPT_COUNTS]]
+            columns[KEPT_IDS] = Rows(self[KEPT_IDS].values, counts)
+        # within a group: whether another group with the same prompt lies beside it depends on the split
+        experts, runs, prompts = columns.get(EXPERTS, Rows.of([[]] * len(pairs))), list[int](), list[Any]()
+        for (_, row), group, experts_NC in zip(pairs, groups, experts, strict=True):
+            # rows of one prompt may have other experts
+            prompt = group if row.shares else None, row.prompt, experts_NC[: len(row.prompt)]
+            alike = [run for run, other in enumerate(prompts) if row.shares and _alike(prompt, other)]
+            runs.append(alike[0] if alike else len(prompts))
+            prompts += [] if alike else [prompt]
+        completions, several = list(self.completions), None
+        if self.several:
+            of_rows = zip(pairs, runs, strict=True)
+            several = [RowOf(n, len(row.context), row.repeated, row.shares, run) for (n, row), run in of_rows]
+        rows = TokenRows(
             torch.cat([part for number, row in pairs for part in row.ids(completions[number])]).long(),
             [size.prompt for size in sizes],
             [size.after for size in sizes],
-            same,
-            columns=columns,
-            group_lengths_B=[
-                group_lengths[g] if row.shares else (row.size.after,) for g, row in zip(groups, rows, strict=True)
-            ],
-            several=[RowOf(number, len(row.context), row.repeated, row.shares) for number, row in pairs],
+            [one == other for one, other in itertools.pairwise(runs)],
+            images,
+            columns,
+            [group_lengths[g] if size.shares else (size.after,) for g, size in zip(groups, sizes, strict=True)],
+            several,
         )
+        return rows.having(ATTENDED, self.attended)
 
     def as_trl(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> TrlBatch:
         """TRL's dictionary: padded, prompts on the left and completions on the right."""
@@ -253,6 +227,11 @@ class RolloutBatch:
                 column = replace(column, values=column.values.long())
             batch[name] = column.padded(pad_token_id if kind.fill is None else kind.fill, side, multiple, width)
         return batch
+
+
+def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Whether two prompts are of one group, with the same tokens and experts."""
+    return one[0] == other[0] and all(torch.equal(*pair) for pair in zip(one[1:], other[1:], strict=True))
 
 
 def _spans(mask: Rows) -> list[tuple[int, int]]:

@@ -91,11 +91,11 @@ def share_prompt_experts(transcripts: Sequence[Transcript], num_generations: int
     for transcript in transcripts:
         if (experts_NC := transcript.columns.get(EXPERTS)) is None:
             continue
-        prompt = transcript.prompt_ids
-        first = firsts.setdefault((transcript.place // num_generations, tuple(prompt)), experts_NC[: len(prompt)])
-        before, experts_NC = 0, experts_NC.clone()
+        prompt, before, experts_NC = transcript.prompt_ids, 0, experts_NC.clone()
         for start, context in transcript.rows:
-            if context[: len(prompt)] == prompt:
-                experts_NC[before + start : before + start + len(prompt)] = first
+            of_prompt = experts_NC[before + start : before + start + len(prompt)]
+            if context[: len(prompt)] == prompt and len(of_prompt):  # none of further rows where it is masked out
+                group = transcript.place // num_generations
+                of_prompt.copy_(firsts.setdefault((group, tuple(prompt)), of_prompt.clone()))
             before += len(context)
         transcript.columns[EXPERTS] = experts_NC

@@ -121,6 +121,8 @@ class RolloutWorker:
         local.has_mask = any(turn.mask is not None for turn in turns)
         for transcript, turn in zip(transcripts, turns, strict=True):
             transcript.add_turn(turn)
+            if turn.returned is not None:
+                turn.returned.check(settings.limits.max_completion_length)
         settings.chat.decode(transcripts)
         if not settings.chat.tools:
             return
@@ -140,9 +142,7 @@ class RolloutWorker:
                 f"{len(sampled)} completions were sampled for {len(transcripts)} prompts; each prompt needs one. If "
                 "the generation failed, the log above says why."
             )
-        last_B = [turn.ids if turn.returned is None else turn.returned.last_ids for turn in sampled]
-        pairs = zip(sampled, last_B, strict=True)
-        return [t if t.ended is not None else replace(t, ended=local.ended(ids)) for t, ids in pairs]
+        return [t if t.ended is not None else replace(t, ended=local.ended(t.last_ids)) for t in sampled]
 
     def sample_turn(self, local: LocalRollout, transcripts: list[Transcript], sampler: Sampler) -> list[Turn]:
         """Sample one turn; a process without prompts gets one token for each stand-in."""

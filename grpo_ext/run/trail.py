@@ -57,9 +57,10 @@ def _round(part: Round, functions: Sequence[str]) -> Line:
     # a user's override may return rows with padding, which depends on the layout
     prompts = [digest(row) for row in batch.prompts]
     columns = [batch.completions, batch.completion_masks]
-    if batch.several is not None:
+    if batch.several:
         columns += [batch[FURTHER_ROWS], batch[CONTEXT_IDS]]
-    completions = [digest(*row) for row in zip(*columns, strict=True)]
+    # of a completion with one row the first two alone, whatever others have
+    completions = [digest(*row[:2], *(part for part in row[2:] if len(part))) for row in zip(*columns, strict=True)]
     for place, entry in enumerate(part.entries[: len(completions)]):
         completions[place] = entry.masked_out or completions[place]
     names = [f"{n} ({k})" if (k := functions[:i].count(n)) else n for i, n in enumerate(functions)]  # different ones

@@ -101,18 +101,20 @@ class UserRollouts(Engine):
         several = "rollout_ids" in output
         places: list[int] = output.pop("rollout_ids", [*range(len(rows))])
         named = {name: output.pop(name, None) for name in _OF_ROWS}
+        named["kept_ids"] = named["kept_ids"] if self.kept_ids else None
         columns: list[list[Any]] = [[None] * len(places) if column is None else column for column in named.values()]
         returned = [ReturnedRow(*row) for row in zip(*columns, strict=True)]
         turns = []
         for place in range(len(rows)):
             of_rollout = [row for row, number in zip(returned, places, strict=True) if number == place]
-            if len(of_rollout) > 1 and self.one_row is not None:
+            turn = turn_of_rows(of_rollout) if several else of_rollout[0].turn()
+            if turn.further and self.one_row is not None:
                 raise RolloutError(
-                    f"rollout_func returned {len(of_rollout)} rows of rollout {place}, and {self.one_row}."
+                    f"rollout_func returned rows of prompt {place} that do not continue each other, and {self.one_row}."
                 )
             # the entry of a list, or the same value for all
             fields = {name: v[place] if isinstance(v, list) else v for name, v in output.items()}
-            turns.append(replace(turn_of_rows(of_rollout) if several else of_rollout[0].turn(), fields=fields))
+            turns.append(replace(turn, fields=fields))
         return turns
 
 

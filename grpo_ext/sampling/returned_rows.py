@@ -41,8 +41,8 @@ class ReturnedRow(NamedTuple):
 
 
 def continues(row: ReturnedRow, earlier: ReturnedRow) -> bool:
-    whole = [*earlier.prompt_ids, *earlier.ids]
-    return row.prompt_ids[: len(whole)] == whole
+    start, stop = len(earlier.prompt_ids), len(earlier.prompt_ids) + len(earlier.ids)
+    return row.prompt_ids[:start] == earlier.prompt_ids and row.prompt_ids[start:stop] == earlier.ids
 
 
 def chains_of(rows: Sequence[ReturnedRow]) -> list[ReturnedRow]:
@@ -77,7 +77,7 @@ def turn_of_rows(rows: Sequence[ReturnedRow]) -> Turn:
     further = [FurtherRow(place, chain.prompt_ids) for place, chain in zip(places, chains, strict=True)]
     if further[0].context == first.prompt_ids:
         further = further[1:]
-    last = next((row for row in reversed(rows) if row.ids), first)
+    last = next((row for row in reversed(rows) if any(row.mask_of_all)), first)
     returned = Returned(
         ids=[token for row in rows for token in row.ids],
         last_context=last.prompt_ids,
@@ -85,7 +85,6 @@ def turn_of_rows(rows: Sequence[ReturnedRow]) -> Turn:
         counts={
             "rows": len(chains),
             "longest": max(len(chain.prompt_ids) + len(chain.ids) for chain in chains),  # tokens, context included
-            "tokens": sum(len(row.ids) for row in rows),
             "context_tokens": sum(len(row.context) for row in further),
             "untrained_tokens": sum(len(row.ids) for row in rows if not any(row.mask_of_all)),
         },

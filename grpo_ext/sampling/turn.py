@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import RolloutError
 from ..forward.columns import (
     EXPERTS,
     KEPT_COUNTS,
@@ -51,6 +52,14 @@ class Returned(NamedTuple):
     last_ids: list[int]
     counts: Mapping[str, int]  # by what is counted: see `turn_of_rows`
 
+    def check(self, limit: int) -> None:
+        if len(self.ids) > limit:
+            raise RolloutError(
+                f"rollout_func returned {len(self.ids)} tokens of the model and of tools in the rows of a rollout, and "
+                f"max_completion_length={limit} limits those of all rows together; end the rollout earlier, or raise "
+                "max_completion_length."
+            )
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -87,6 +96,10 @@ class Turn:
             columns[KEPT_COUNTS] = torch.tensor([len(among) for among in kept_ids], dtype=torch.int32)
             columns[KEPT_IDS] = torch.tensor([token for among in kept_ids for token in among], dtype=torch.int32)
         return cls(list(ids), columns, ended)
+
+    @property
+    def last_ids(self) -> list[int]:
+        return self.ids if self.returned is None else self.returned.last_ids
 
     @property
     def logps(self) -> list[float | None] | None:

@@ -35,8 +35,10 @@ class CutCompletion:
 
     def share(self, piece: int, scores: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """What a piece adds to the loss of the step; the first one has the value."""
-        pairs = zip(self.slopes[piece], scores, strict=True)
-        terms = [(slope_S * (score_S - score_S.detach())).sum() for slope_S, score_S in pairs if slope_S is not None]
-        assert self.loss is not None
-        first = self.loss if piece == min(self.scores) else torch.zeros_like(self.loss)
-        return first + sum(terms, start=scores[0][:0].sum())  # zero, and connected to the graph
+        total = scores[0][:0].sum()  # zero, and connected to the graph
+        if self.loss is None:  # a filler
+            return total
+        for slope_S, score_S in zip(self.slopes[piece], scores, strict=True):
+            if slope_S is not None:  # where it is zero the score may be infinite
+                total = total + torch.where(slope_S == 0, 0.0, slope_S * (score_S - score_S.detach())).sum()
+        return total + self.loss if piece == min(self.scores) else total

@@ -97,8 +97,8 @@ class Attempt:
         self.step = step = count_step(self.rollout, metrics)
         step.record = self.record.add if self.record is not None and self.forwards.is_first else None
         of_step = settings.top_entropy_quantile < 1.0 or settings.router
-        pieces = [part for part in self.plan.micro_batches if part.piece is not None]
-        together = self.rollout.several is not None and (settings.equal_counts or self.forwards.collective_forward)
+        pieces = [part for part in self.plan.micro_batches if part.piece is not None and part.weight]
+        together = self.rollout.several and (settings.equal_counts or self.forwards.sharded)
         # where a forward may be a collective, every process runs all of its micro-batches
         parts = self.plan.micro_batches if of_step or (together and any_process(bool(pieces))) else pieces
         if not parts:
@@ -134,7 +134,7 @@ class Attempt:
             self.current = LossInputs(*of_step, rows, columns, padded)
             if (piece := part.piece) is not None:
                 starts = [0, *itertools.accumulate(rows.scored_B)]
-                cut = self.step.cuts.setdefault(part.rows[0], CutCompletion())
+                cut = self.step.cuts.setdefault(part.rows[0], CutCompletion()) if part.weight else CutCompletion()
                 tokens = slice(starts[piece.start], starts[piece.stop])
                 self.current = LossInputs(*of_step, rows.part(piece), columns, cut=cut, tokens=tokens)
             yield self.current
@@ -329,7 +329,7 @@ class StepPlanner:
             return
         parts, sizes = plan.micro_batches, plan.sizes
         rows = max_over_processes(max(len(part.rows) for part in parts))
-        cuttable = max_over_processes(max(sizes.forward_rows(part) for part in parts)) > 1
+        cuttable = max_over_processes(max(sizes.forward_rows(part) * (part.weight > 0) for part in parts)) > 1
         tokens = max_over_processes(max(sizes.tokens(part.rows, plan.form, part.piece) for part in parts))
         allowed = limits.shrink(rows, tokens, what, cuttable)
         logger.warning(

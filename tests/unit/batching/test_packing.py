@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_ext.batching.packing import PackedGroup, build_pack, group_runs
+from grpo_ext.batching.packing import PackedGroup, build_pack, rows_by_run
 
 GROUPS = st.lists(
     st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), min_size=1, max_size=4)), min_size=1, max_size=4
@@ -11,13 +11,13 @@ GROUPS = st.lists(
 
 
 def test_rows_with_one_prompt_are_a_group():
-    assert group_runs([True, False, True, True, False]) == [(0, 2), (2, 5), (5, 6)]
-    assert group_runs([]) == [(0, 1)]
+    assert rows_by_run([0, 0, 1, 0, 1, 2]) == [[0, 1, 3], [2, 4], [5]]
+    assert rows_by_run([]) == []
 
 
 def test_a_pack_by_hand():
     # a prompt of 2, completions of 3 and 1
-    pack = build_pack([2, 2], [3, 1], [(0, 2)], keep_last=False)
+    pack = build_pack([2, 2], [3, 1], [[0, 1]], keep_last=False)
     assert pack.source_N.tolist() == [0, 1, 2, 3]
     assert pack.positions_N.tolist() == [0, 1, 2, 3]
     assert pack.predictor_S.tolist() == [1, 2, 3, 1]
@@ -31,7 +31,7 @@ def test_every_completion_token_is_predicted_by_the_token_before_it(groups, keep
     completions = [length for _, lengths in groups for length in lengths]
     runs, start = [], 0
     for _, lengths in groups:
-        runs.append((start, start + len(lengths)))
+        runs.append(range(start, start + len(lengths)))
         start += len(lengths)
     begins = [sum(prompts[:row]) + sum(completions[:row]) for row in range(len(prompts))]
     pack = build_pack(prompts, completions, runs, keep_last, multiple)
@@ -40,7 +40,7 @@ def test_every_completion_token_is_predicted_by_the_token_before_it(groups, keep
     assert len(pack.predictor_S) == sum(completions)
     scored = iter(pack.predictor_S.tolist())
     for row, length in enumerate(completions):
-        first = next(first for first, stop in runs if first <= row < stop)
+        first = next(rows[0] for rows in runs if row in rows)
         for t in range(length):
             source = int(pack.source_N[next(scored)])
             holder = first if t == 0 else row  # the prompt is that of the group's first row
