@@ -105,6 +105,7 @@ class Agent:
 
     kinds: Sequence[Callable[[list[int], random.Random], list[Row]]] = KINDS
     change: Callable[[list[Row]], list[Row]] = lambda rows: rows
+    ids_of: Callable[[Any, Any], list[int]] = lambda prompt, trainer: trainer.processing_class(prompt)["input_ids"]
     rollouts: list[Rollout] = field(default_factory=list)
     rewarded: list[dict[str, Any]] = field(default_factory=list)  # what the reward function was called with
 
@@ -114,7 +115,7 @@ class Agent:
             source = random.Random(f"{prompt}/{place}")
             # sums of a group, and of three in it, divide without rounding
             reward = (None, 3.0, 1.5, -1.5)[place % 4] if place < 4 else float(source.randint(-4, 4))
-            ids = trainer.processing_class(prompt)["input_ids"]
+            ids = self.ids_of(prompt, trainer)
             rows = self.change(self.kinds[place % len(self.kinds)](ids, source))
             found.append(Rollout(rows, place // group, reward))
         return found
