@@ -1,16 +1,20 @@
 """What a `rollout_func` with `rollout_ids` means beside the update: rewards, limits, log, what is refused."""
 
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import grpo_ext
 from grpo_ext.errors import RolloutError
 from grpo_ext.run.diff import diff
-from tests.support.drop_in import conversations
+from tests.support.drop_in import conversations, tool_tokenizer
 from tests.support.images import image_model, image_processor, image_rows
 from tests.support.several_rows import Agent, Row
-from tests.support.tiny import given_rollout, prompts, tiny_tokenizer
+from tests.support.tiny import given_rollout, prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import always_calling
 from tests.support.trails import first_of
 from tests.support.trainers import batches_of, log_of, make, parameters, passing_on, ran, train_and_keep_first
@@ -159,3 +163,26 @@ def test_diff_tells_the_same_tokens_in_other_contexts(tmp_path):
         ran(trainer_of(folder, agent_of(rows)))
     assert diff(*folders[:2]).first is None
     assert first_of(diff(folders[0], folders[2])) == ("completions", 1)
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    page = (Path(grpo_ext.__file__).parents[1] / "docs" / "several-rows.md").read_text()
+    (script,) = re.findall(r"```python\n(# agent\.py.*?)```", page, re.S)
+    smaller = {
+        "=1024,": "=120,",
+        '"max_new_tokens": 256': '"max_new_tokens": 8',
+        "max_steps=100": "max_steps=1, use_cpu=True, bf16=False",
+    }
+    for before, after in smaller.items():
+        assert script.count(before) == 1
+        script = script.replace(before, after)
+    tokenizer = tool_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "eos_token_id": tokenizer.eos_token_id}
+    tiny_model(**sizes).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["agent.py", str(tmp_path / "model")])
+    names: dict[str, Any] = {"__name__": "agent"}
+    exec(script, names)
+    (rows,) = log_of(names["trainer"], "rollout/rows")
+    assert 1 < rows <= 3
