@@ -5,6 +5,7 @@ Differs from TRL, where a `rollout_func` that returns too few rows ends in an in
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -161,18 +162,23 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
                     f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
                     f"{remedy}"
                 )
-        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if kept_ids else ())):
-            if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
-                raise RolloutError(
-                    f"kept_ids of rollout_func do not contain token {token}, or contain something other than an id, at "
-                    f"place {place} of completion {row}. {remedy}"
-                )
+        if kept_ids:
+            _check_kept_ids(ids, rollout["kept_ids"][row], row, remedy)
     return rollout
+
+
+def _check_kept_ids(ids: list[int], kept_ids: list[list[int]], row: int, remedy: str) -> None:
+    for place, (token, among) in enumerate(zip(ids, kept_ids, strict=True)):
+        if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
+            raise RolloutError(
+                f"kept_ids of rollout_func do not contain token {token}, or contain something other than an id, at "
+                f"place {place} of completion {row}. {remedy}"
+            )
 
 
 def _rollout_ids(values: Any, prompts: int, remedy: str) -> list[int]:
     try:
-        places = [int(value) for value in values]
+        places = [operator.index(value) for value in values]
     except (TypeError, ValueError):
         places = []
     if not places or not {*places} <= {*range(prompts)}:

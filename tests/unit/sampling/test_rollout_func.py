@@ -88,6 +88,7 @@ def test_rows_of_rollouts_pass_in_any_order():
     [
         ({"rollout_ids": 1}, r"rollout_ids=1; it has, for each returned row, the number of its prompt, from 0 to 1"),
         ({"rollout_ids": "one"}, r"rollout_ids='one'; it has"),
+        ({"rollout_ids": [0.0, 0.5, 1.0]}, r"rollout_ids=\[0.0, 0.5, 1.0\]; it has"),
         ({"rollout_ids": [[0], [1], [1]]}, r"rollout_ids=\[\[0\], \[1\], \[1\]\]; it has"),
         ({"rollout_ids": []}, r"rollout_ids=\[\]; it has"),
         ({"rollout_ids": [0, 1, 2]}, r"rollout_ids=\[0, 1, 2\]; it has"),
