@@ -152,6 +152,11 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
         count, what = (rows, "rows of rollout_ids") if several and of_rows else (prompts, "prompts")
         if isinstance(values, list) and len(values) != count:
             raise RolloutError(f"rollout_func returned {len(values)} {name} for {count} {what}. {remedy}")
+    _check_rows(rollout, several, kept_ids, remedy)
+    return rollout
+
+
+def _check_rows(rollout: Mapping[str, Any], several: bool, kept_ids: bool, remedy: str) -> None:
     for row, ids in enumerate(rollout["completion_ids"]):
         if not rollout["prompt_ids"][row] or not (ids or several):  # a rollout may have further rows
             raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {remedy}")
@@ -162,18 +167,12 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
                     f"rollout_func returned {len(values[row])} {name} for the {len(ids)} tokens of completion {row}. "
                     f"{remedy}"
                 )
-        if kept_ids:
-            _check_kept_ids(ids, rollout["kept_ids"][row], row, remedy)
-    return rollout
-
-
-def _check_kept_ids(ids: list[int], kept_ids: list[list[int]], row: int, remedy: str) -> None:
-    for place, (token, among) in enumerate(zip(ids, kept_ids, strict=True)):
-        if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
-            raise RolloutError(
-                f"kept_ids of rollout_func do not contain token {token}, or contain something other than an id, at "
-                f"place {place} of completion {row}. {remedy}"
-            )
+        for place, (token, among) in enumerate(zip(ids, rollout["kept_ids"][row] if kept_ids else ())):
+            if among and (token not in among or not 0 <= min(among) <= max(among) < 2**31):
+                raise RolloutError(
+                    f"kept_ids of rollout_func do not contain token {token}, or contain something other than an id, at "
+                    f"place {place} of completion {row}. {remedy}"
+                )
 
 
 def _rollout_ids(values: Any, prompts: int, remedy: str) -> list[int]:
