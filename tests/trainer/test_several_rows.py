@@ -22,7 +22,7 @@ from tests.support.several_rows import (
 from tests.support.tiny import prompts, tiny_model
 from tests.support.trainers import batches_of, change, error, log_of, make, parameters
 
-PLAIN = 1e-12  # measured: up to 1e-14
+PLAIN = 1e-12  # measured: 2e-15 to 1e-14
 MISTAKE = 1e-2
 SEQUENCE = {"importance_sampling_level": "sequence"}
 EXTRA = {"beta": 0.3, "entropy_coef": 0.2}
@@ -64,7 +64,7 @@ def update_of(folder: Any, cfg: Plain, agent: Agent, steps: int, **settings: Any
 
 def cases() -> list[Any]:
     """Some losses off policy, each in another layout; with --full all, in every form, on policy too."""
-    short = {("grpo", 2, 2), ("gspo", 5, 2), ("vespo", 8, 2), ("dapo", 1, 2), ("luspo", 3, 2), ("cispo", 6, 2)}
+    short = {("grpo", 2, 2), ("gspo", 5, 2), ("vespo", 8, 2), ("dapo", 1, 2)}
     every = [
         (loss, form, steps)
         for (place, loss), form, steps in itertools.product(enumerate(LOSSES), range(len(FORMS)), (1, 2))
