@@ -5,6 +5,7 @@ rollout, over all of its rows; denominators are sums over the rollouts of the st
 """
 
 import copy
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -96,6 +97,7 @@ def single(prompt: list[int], source: random.Random) -> list[Row]:
     return [sampled(source, prompt, 12)]
 
 
+SAMPLED = -4.8  # the log-probability of every token, as the sampler reports it
 KINDS = (fork, dropped_middle, retried, with_empty_row, with_tool_row, tools_alone, rewritten_system, continued, single)
 
 
@@ -134,7 +136,7 @@ class Agent:
             "prompt_ids": [row.prompt_ids for row in rows],
             "completion_ids": [row.ids for row in rows],
             "env_mask": [row.mask for row in rows],
-            "logprobs": [[-2.0] * len(row.ids) for row in rows],
+            "logprobs": [[SAMPLED] * len(row.ids) for row in rows],
             "score": [rollout.reward for rollout in rollouts],
         }
 
@@ -160,6 +162,10 @@ class Plain:
     temperature: float = 0.8
     max_completion_length: int = 24
     sapo_temperature_neg: float = 1.25  # a number of few bits: torch.where makes it float32
+    top_entropy_quantile: float = 1.0
+    off_policy_mask_threshold: float | None = None
+    sequence_mask_low: float | None = None
+    router_aux_loss_coef: float = 0.0  # of a mixture of experts
     learning_rate: float = 0.1
 
 
@@ -224,27 +230,36 @@ def denominator(cfg: Plain, rollouts: Sequence[Rollout], rollout: Rollout) -> fl
     }[kind]
 
 
+def keeps(cfg: Plain, logps_T: torch.Tensor, advantage: float) -> bool:
+    """Whether the masks of sequences keep a rollout."""
+    log_ratio = float((logps_T.detach() - SAMPLED).mean())
+    near = cfg.off_policy_mask_threshold is None or advantage >= 0 or -log_ratio <= cfg.off_policy_mask_threshold
+    return near and (cfg.sequence_mask_low is None or math.exp(log_ratio) >= cfg.sequence_mask_low)
+
+
 def loss_of(cfg: Plain, model: Any, rollouts: Sequence[Rollout], old: Scores, reference: Scores) -> torch.Tensor:
-    scores, tokens = scores_of(model, rollouts, cfg.temperature), sum(rollout.trained for rollout in rollouts)
-    total = torch.zeros((), dtype=torch.float64)
+    scores = scores_of(model, rollouts, cfg.temperature)
 
     def trained(parts: Scores, number: int, kind: int = 0) -> torch.Tensor:
         """The values of a rollout's trained tokens, row after row."""
         rows = zip(parts[number], rollouts[number].rows, strict=True)
         return torch.cat([values[kind][torch.tensor(row.mask, dtype=torch.bool)] for values, row in rows])
 
+    entropies_N = torch.cat([trained(scores, number, 1) for number in range(len(rollouts))])
+    lowest = float(entropies_N.detach().quantile(1 - cfg.top_entropy_quantile)) - 1e-5  # for first tokens, all equal
+    total = -cfg.entropy_coef * entropies_N[entropies_N >= lowest].mean()
     for number, rollout in enumerate(rollouts):
         if not rollout.trained:
             continue
         logps_T, old_T = trained(scores, number), trained(old, number)
         loss_T, ratio_T = policy_terms(cfg, logps_T, old_T, rollout.advantage)
+        loss_T = loss_T * (trained(scores, number, 1) >= lowest) * keeps(cfg, logps_T, rollout.advantage)
         if cfg.beta:
             to_reference_T = trained(reference, number) - logps_T
             kl_T = to_reference_T.exp() - to_reference_T - 1
             loss_T = loss_T + cfg.beta * kl_T * (ratio_T if cfg.use_bias_correction_kl else 1.0)
         total = total + loss_T.sum() / denominator(cfg, rollouts, rollout)
-        total = total - cfg.entropy_coef * trained(scores, number, 1).sum() / tokens
-    return total
+    return total + cfg.router_aux_loss_coef * load_balance(model, rollouts) if cfg.router_aux_loss_coef else total
 
 
 def plain_change(cfg: Plain, model: Any, rollouts: Sequence[Rollout], steps: int) -> torch.Tensor:
@@ -294,3 +309,25 @@ def shared_twice(rollouts: Sequence[Rollout]) -> list[Rollout]:
 def last_rows(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """The mistake of giving the advantage to the last row alone."""
     return [replace(rollout, rows=rollout.rows[-1:]) for rollout in rollouts]
+
+
+def load_balance(model: Any, rollouts: Sequence[Rollout]) -> torch.Tensor:
+    """Experts times the sum, over experts, of the share of choices and the mean probability, over all tokens.
+
+    A token counts once for each rollout: not again where a context begins as an earlier row. A rollout without a
+    trained token has its prompt and one more.
+    """
+    chosen, probabilities = [], []
+    for rollout in rollouts:
+        first, ran = rollout.rows[0], list[list[int]]()
+        rows = [row for row in rollout.rows if any(row.mask)] or [Row(first.prompt_ids, first.ids[-1:], [0])]
+        for row in rows:
+            pairs = [[*zip(row.prompt_ids, earlier)] for earlier in ran]
+            again = [next((n for n, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs]
+            logits = model(input_ids=torch.tensor([row.whole]), output_router_logits=True).router_logits
+            for logits_TE in logits:  # of each layer
+                probabilities.append(logits_TE[max(again, default=0) :].softmax(-1))
+                chosen.append(probabilities[-1].topk(model.config.num_experts_per_tok).indices.flatten())
+            ran.append(row.whole)
+    means_E, counts_E = torch.cat(probabilities).mean(0), torch.cat(chosen).bincount(minlength=model.config.num_experts)
+    return model.config.num_experts * (counts_E.double() / sum(map(len, probabilities)) * means_E).sum()

@@ -36,6 +36,10 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"epsilon_high": 1.5},
     "sapo": {},
     "prompt_mean": {"loss_type": "dapo", "loss_aggregation": "prompt_mean"},
+    "load balance": {"loss_type": "grpo", "router_aux_loss_coef": 2.0},
+    "entropy quantile": {"loss_type": "grpo", "top_entropy_quantile": 0.5},
+    "sequence mask": {"loss_type": "dapo", "sequence_mask_low": 0.95},
+    "off-policy mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.02},
     "dapo, sequence": {"loss_type": "dapo", **SEQUENCE, "use_bias_correction_kl": False},
 }
 FORMS: list[dict[str, Any]] = [
@@ -56,7 +60,7 @@ def settings_of(cfg: Plain) -> dict[str, Any]:
 def update_of(folder: Any, cfg: Plain, agent: Agent, steps: int, **settings: Any) -> tuple[Any, torch.Tensor, Any]:
     """A model in float64, what so many steps on one rollout batch change in it, and the trainer."""
     own = {"reward": agent.reward, "rollout_func": agent, "num_iterations": steps, "max_steps": steps}
-    with float64_throughout(tiny_model()) as model:
+    with float64_throughout(tiny_model("moe" if cfg.router_aux_loss_coef else "qwen2")) as model:
         start = copy.deepcopy(model)
         trainer = make(folder, model, **{**settings_of(cfg), **own, **settings})
         return start, change(trainer), trainer
@@ -64,7 +68,7 @@ def update_of(folder: Any, cfg: Plain, agent: Agent, steps: int, **settings: Any
 
 def cases() -> list[Any]:
     """Some losses off policy, each in another layout; with --full all, in every form, on policy too."""
-    short = {("grpo", 2, 2), ("gspo", 5, 2), ("vespo", 8, 2), ("dapo", 1, 2)}
+    short = {("grpo", 2, 2), ("gspo", 5, 2), ("vespo", 8, 2), ("load balance", 1, 2)}
     every = [
         (loss, form, steps)
         for (place, loss), form, steps in itertools.product(enumerate(LOSSES), range(len(FORMS)), (1, 2))
