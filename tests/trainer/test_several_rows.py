@@ -45,9 +45,9 @@ LOSSES: dict[str, dict[str, Any]] = {
 FORMS: list[dict[str, Any]] = [
     {"forward": form, **sizes}
     for form in ("packed", "prefix", "padded")
-    for sizes in ({"per_device_train_batch_size": 16}, {"per_device_train_batch_size": 3}, {"micro_batch_tokens": 30})
+    for sizes in ({"per_device_train_batch_size": 12}, {"per_device_train_batch_size": 3}, {"micro_batch_tokens": 30})
 ]
-SEVERAL = {"train_dataset": prompts(16), "num_generations": 4, "global_batch_size": 16}
+SEVERAL = {"train_dataset": prompts(16), "num_generations": 4, "global_batch_size": 12}
 
 
 def settings_of(cfg: Plain) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def without_sampled_tokens(rows: list[Row]) -> list[Row]:
     return [rows[0], Row([8, 8, 8], [], []), *rows[1:], Row([*prompt_ids, 7], [9], [0])]
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_further_rows_without_a_sampled_token_change_nothing(tmp_path, steps):
     runs = []
     for change_of in (lambda rows: rows, without_sampled_tokens):
