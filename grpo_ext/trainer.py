@@ -74,7 +74,7 @@ class GRPOTrainer(trl.GRPOTrainer):
     Raises:
         ConfigError, DataError, ModelError, SplitDependentError: at construction, before any training.
         RewardError: a reward function raised, or returned anything but rewards.
-        RolloutError: a `rollout_func` returned no completions, or an environment's `reset` hangs (`tool_timeout`).
+        RolloutError: a `rollout_func` returned no rollouts, or an environment's `reset` hangs (`tool_timeout`).
     """
 
     args: GRPOConfig  # the Hugging Face loop's copy: see GRPOConfig.for_loop

@@ -5,6 +5,7 @@ Differs from TRL, where a `rollout_func` that returns too few rows ends in an in
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -178,7 +179,7 @@ def _check_rows(rollout: Mapping[str, Any], several: bool, kept_ids: bool, remed
 
 def _rollout_ids(values: Any, prompts: int, remedy: str) -> list[int]:
     try:
-        places = [int(value) for value in values]
+        places = [operator.index(value) for value in values]
     except (TypeError, ValueError):
         places = []
     if not places or not {*places} <= {*range(prompts)}:

@@ -25,6 +25,10 @@ class ReturnedRow(NamedTuple):
     def mask_of_all(self) -> list[int]:
         return [1] * len(self.ids) if self.mask is None else self.mask
 
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.ids)
+
     def turn(self) -> Turn:
         turn = Turn.of(self.ids, self.logps, self.kept_ids)
         return replace(turn, prompt_ids=self.prompt_ids, mask=self.mask)
@@ -46,15 +50,15 @@ def continues(row: ReturnedRow, earlier: ReturnedRow) -> bool:
 
 
 def chains_of(rows: Sequence[ReturnedRow]) -> list[ReturnedRow]:
-    """The rows, those that continue each other joined, in the order of their first ones."""
+    """The rows, in the order of their first ones; a row that continues earlier ones is joined to the longest."""
     chains = list[ReturnedRow]()
     for row in rows:
-        place = next((place for place, chain in enumerate(chains) if continues(row, chain)), None)
-        if place is None:
+        continued = [place for place, chain in enumerate(chains) if continues(row, chain)]
+        if not continued:
             chains.append(row)
-        else:
-            chain = chains[place]
-            chains[place] = chain.with_more(row.prompt_ids[len(chain.prompt_ids) + len(chain.ids) :], row)
+            continue
+        place = max(continued, key=lambda place: chains[place].length)  # of equal ones the first
+        chains[place] = chains[place].with_more(row.prompt_ids[chains[place].length :], row)
     return chains
 
 

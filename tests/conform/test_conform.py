@@ -9,6 +9,7 @@ import torch
 from tests.conform import exact, given
 from tests.conform.__main__ import ADAPTERS, ROOT, results
 from tests.conform.given import OBJECTIVES, SPLITS, Split, gradient_of, log_probs, model, read
+from tests.conform.rows_of_rollouts import rules
 from tests.conform.table import RIGHT, is_wrong, page, summary, table
 from tests.conform.worker import DEFAULTS, cell, error, load
 from tests.estimators import objectives as of
@@ -122,6 +123,10 @@ def test_this_package_makes_the_exact_update(name):
     policy, reference = (model(objective, torch.float64, seed) for seed in (0, 1))
     wanted = gradient_of(policy, lambda: exact.loss(objective, ROWS, policy, reference))
     assert cell(adapter, objective, Split(5), wanted, torch.float64)["error"] < RIGHT
+
+
+def test_rules_for_rollouts_of_several_rows_are_as_wrong_as_the_page_says():
+    assert f"\n{rules()}\n" in (ROOT / "docs" / "conform.md").read_text()
 
 
 @pytest.mark.full

@@ -65,3 +65,51 @@ def test_the_ids_that_tokens_were_sampled_from_are_checked(kept, says):
     right = {**GOOD, "kept_ids": [[[5, 7], []], [[6], [1, 3]]]}
     arrays = {**GOOD, "kept_ids": [[np.array([5, 7]), torch.tensor([])], [[6.0], [1, 3]]]}
     assert call(right, kept_ids=True) == call(arrays, kept_ids=True) == right
+
+
+ROWS = {
+    "rollout_ids": [1, 0, 1],
+    "prompt_ids": [[4], [3], [4, 9]],
+    "completion_ids": [[6], [5, 1], []],
+    "logprobs": None,
+}
+
+
+def test_rows_of_rollouts_pass_in_any_order():
+    assert call(ROWS) == ROWS
+    more = {**ROWS, "logprobs": [[-1.0], [-1.0, None], []], "env_mask": [[1], [0, 1], []], "score": [0.5, 1.0], "k": 3}
+    assert call(more) == more
+    assert call({**ROWS, "rollout_ids": torch.tensor([1, 0, 1])}) == ROWS
+    assert call({**GOOD, "rollout_ids": None}) == GOOD
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout_ids": 1}, r"rollout_ids=1; it has, for each returned row, the number of its prompt, from 0 to 1"),
+        ({"rollout_ids": "one"}, r"rollout_ids='one'; it has"),
+        ({"rollout_ids": [0.0, 0.5, 1.0]}, r"rollout_ids=\[0.0, 0.5, 1.0\]; it has"),
+        ({"rollout_ids": [[0], [1], [1]]}, r"rollout_ids=\[\[0\], \[1\], \[1\]\]; it has"),
+        ({"rollout_ids": []}, r"rollout_ids=\[\]; it has"),
+        ({"rollout_ids": [0, 1, 2]}, r"rollout_ids=\[0, 1, 2\]; it has"),
+        ({"rollout_ids": [0, 1, -1]}, r"rollout_ids=\[0, 1, -1\]; it has"),
+        ({"rollout_ids": [1, 1, 1]}, r"no row of the prompts \[0\]; each needs at least one"),
+        ({"rollout_ids": [0, 1]}, "3 prompt_ids for 2 rows of rollout_ids"),
+        ({"completion_ids": [[6], [5, 1]]}, "2 completion_ids for 3 rows of rollout_ids"),
+        ({"logprobs": [[-1.0], [-1.0, -1.0]]}, "2 logprobs for 3 rows of rollout_ids"),
+        ({"env_mask": [[1], [1, 1]]}, "2 env_mask for 3 rows of rollout_ids"),
+        ({"env_mask": [[1], [1], []]}, "1 env_mask for the 2 tokens of completion 1"),
+        ({"score": [0.5, 1.0, 1.0]}, "3 score for 2 prompts"),  # a column of rows, not of rollouts
+        ({"prompt_ids": [[4], [3], []]}, "no tokens of prompt or completion in row 2"),
+    ],
+)
+def test_invalid_rows_of_rollouts_are_refused_with_the_rule(changes, says):
+    with pytest.raises(RolloutError, match=rf"returned {says}.*rollout_ids names the prompt of each row"):
+        call({**ROWS, **changes})
+
+
+def test_the_ids_that_tokens_of_rows_were_sampled_from_are_checked():
+    right = {**ROWS, "kept_ids": [[[6, 7]], [[], [1]], []]}
+    assert call(right, kept_ids=True) == right
+    with pytest.raises(RolloutError, match="returned 2 kept_ids for 3 rows of rollout_ids"):
+        call({**right, "kept_ids": right["kept_ids"][:2]}, kept_ids=True)
