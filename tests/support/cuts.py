@@ -96,7 +96,8 @@ class CutRollouts:
         return {**output, **rows}
 
 
-def token_reward(prompts: Sequence[str], completions: Any, completion_ids: Sequence[list[int]], **kw: Any) -> list[float]:
+def token_reward(
+    prompts: Sequence[str], completions: Any, completion_ids: Sequence[list[int]], **kw: Any
+) -> list[float]:
     """Letters at the beginning of the alphabet less a little per token, by ids: those of all rows."""
     return [float(sum(3 <= i < 3 + len(LETTERS) for i in ids)) - 0.1 * len(ids) for ids in completion_ids]
-
