@@ -53,6 +53,7 @@ PACKED = "tests/unit/forward/test_packed.py"
 PACKING = "tests/unit/batching/test_packing.py"
 RANDOM = "tests/unit/algorithms/test_keyed_random.py"
 ROUTING = "tests/unit/forward/test_routing.py"
+ROWS = "tests/invariance/test_several_rows.py"
 SIZES = "tests/unit/batching/test_sizes.py"
 TURNS = "tests/parity/test_turns.py"
 VARLEN = "tests/unit/forward/test_varlen.py"
@@ -82,10 +83,12 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     "batching/packing.py": [
         ("positions_N=position[segment_N] + within_N", "positions_N=within_N", f"{PACKING} {PACKED}"),
         ("run = length if keep_last else max(length - 1, 0)", "run = max(length - 1, 0)", PACKING),
+        ("[(begins, twice, prompt, 0)]", "[(begins, twice, prompt, 1)]", f"{ROWS} -k routed_terms-pieces"),
     ],
     "batching/micro_batches.py": [
         ("MicroBatch((shortest,), weight=0.0)", "MicroBatch((shortest,))", CUTS),
         ("count = ceil_div(len(rows), max_rows)", "count = len(rows) // max_rows + 1", CUTS),
+        ("if parts and fits and len(keys) == 1:", "if parts:", "tests/trainer/test_out_of_memory.py -k in_pieces"),
     ],
     "batching/sizes.py": [
         ("even_slice(ceil_div(num_prompts, groups), num", "even_slice(num_prompts // groups, num", SIZES)
@@ -107,7 +110,12 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     ],
     "forward/routing.py": [("known_NK = recorded_NK != BY_ROUTER", "known_NK = recorded_NK > BY_ROUTER + 1", ROUTING)],
     "forward/rows.py": [
-        ("attended[:, :width].cumsum(1) > 0", "attended[:, :width].cumsum(1) > 1", f"{PACKED} -k layout")
+        ("attended[:, :width].cumsum(1) > 0", "attended[:, :width].cumsum(1) > 1", f"{PACKED} -k layout"),
+        (
+            "[completions[number] for number in several.completions_B]",
+            "range(len(self))",
+            f"{ROWS} -k lora_dropout-padded",
+        ),
     ],
     "rewards/guard.py": [
         ("not abs(number) <= _LARGEST", "abs(number) > _LARGEST", GUARD),
@@ -121,6 +129,10 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     ],
     "sampling/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
     "run/checkpoint.py": [("if digest != files[path].get(_HASH):", "if not digest:", f"{CHECKPOINTS} -k whole")],
+    "step/cut_completion.py": [
+        ("self.loss if piece == min(self.scores) else", "self.loss if True else", f"{ROWS} -k gspo_terms-two"),
+        ("slope_S * (score_S - score_S.detach())", "0 * score_S", f"{ROWS} -k gspo_terms-two"),
+    ],
     "step/statistics.py": [("return self if weight else", "return self if True else", METRICS)],
     "runtime/out_of_memory.py": [
         ("size = self.limit = ceil_div(len(piece), 2)", "size = ceil_div(len(piece), 2)", MEMORY),
