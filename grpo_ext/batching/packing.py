@@ -6,13 +6,13 @@ the CPU; the packed forward (forward.forms) runs it. Shapes: B completions, N to
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 Range = tuple[int, int]  # half-open, of tokens or rows
-# first token (among the tokens of all rows; -1: filling), number of tokens, position of the first, count of each token
+# first token (among the tokens of all rows), number of tokens, position of the first, count of each token
 _Segment = tuple[int, int, int, int]
 
 
@@ -69,17 +69,13 @@ def build_pack(
     multiple: int = 1,
     group_lengths: Sequence[tuple[int, ...]] | None = None,
     contexts: Sequence[int] | None = None,
-    repeated: Sequence[int] | None = None,
 ) -> Pack:
     """Lay out rows, which lie one after the other without padding; `group_lengths` as in `TokenRows`.
 
     `keep_last` runs the last token of a completion too: it predicts nothing, but a router's statistics count it. The
-    pack is filled up to a `multiple` of tokens with a prompt that no other token sees. `contexts` and `repeated` are
-    those of `SeveralRows`: tokens at the beginning of a completion that are not predicted, and of a row that do not
-    count again.
+    pack is filled up to a `multiple` of tokens with a prompt that no other token sees. `contexts`: how many tokens of
+    each completion, from its first, are not predicted.
     """
-    contexts = contexts or [0] * len(prompt_lengths)
-    repeated = repeated or [0] * len(prompt_lengths)
     starts = [0, *accumulate(map(sum, zip(prompt_lengths, completion_lengths, strict=True)))]
     segments: list[_Segment] = []
     predictors: list[tuple[int, int]] = []  # first token and number of tokens
@@ -87,30 +83,25 @@ def build_pack(
     end = 0
     for first, stop in groups:
         prompt, begin = prompt_lengths[first], end
-        again = [min(tokens, prompt) for tokens in repeated[first:stop]]  # all of the prompt, or it has no other row
-        for place, after in pairwise(sorted({0, *again, prompt})):
-            segments.append((starts[first] + place, after - place, place, sum(tokens <= place for tokens in again)))
+        segments.append((starts[first], prompt, 0, stop - first))
         end += prompt
         last_of_prompt, completions = end - 1, []
         for row, length in enumerate(completion_lengths[first:stop], first):
-            run, context = length if keep_last else max(length - 1, 0), contexts[row]
-            twice, begins = min(max(repeated[row] - prompt, 0), run), starts[row] + prompt_lengths[row]
-            segments += [(begins, twice, prompt, 0)] if twice else []
-            segments.append((begins + twice, run - twice, prompt + twice, 1))
-            if context:
-                predictors.append((end + context - 1, length - context))
-            else:
-                predictors += [(last_of_prompt, min(length, 1)), (end, max(length - 1, 0))]
+            run = length if keep_last else max(length - 1, 0)
+            segments.append((starts[row] + prompt_lengths[row], run, prompt, 1))
+            context = contexts[row] if contexts else 0
+            predictors += [(last_of_prompt, min(length, 1) * (not context))]
+            predictors += [(end + max(context - 1, 0), max(length - max(context, 1), 0))]
             completions.append((end, end + run))
             end += run
         lengths = group_lengths[first] if group_lengths else tuple(completion_lengths[first:stop])
         packed.append(PackedGroup((begin, begin + prompt), tuple(completions), lengths))
     if fill := -end % multiple:
-        segments.append((-1, fill, 0, 0))
+        segments.append((0, fill, 0, 0))
         packed.append(PackedGroup((end, end + fill), ()))
     source, length, position, count = torch.tensor(segments).T
     within_N, segment_N = _ranges(length)
-    source_N = torch.where(source[segment_N] < 0, -1, source[segment_N] + within_N)
+    source_N = torch.where(count[segment_N] > 0, source[segment_N] + within_N, -1)
     first_token, tokens = torch.tensor(predictors).T
     within_S, run_S = _ranges(tokens)
     return Pack(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..batching.micro_batches import Form
-from ..batching.packing import build_pack, group_runs
+from ..batching.packing import Pack, Range, build_pack, group_runs
 from ..runtime.sequence_group import SequenceGroup
 from ..runtime.transfer import to_device
 from .architecture import base_model_of, experts_per_token, layer_kinds
@@ -180,13 +180,25 @@ def in_form(policy: Any, form: Form) -> AbstractContextManager[None]:
 
 def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
     runs = group_runs(rows.same_prompt)
-    several = () if rows.several is None else (rows.several.contexts_B, rows.several.repeated_B)
-    lengths = rows.prompts_B, rows.completions_B
-    pack = build_pack(*lengths, runs, with_router, multiple, rows.group_lengths_B, *several)
+    contexts, lengths = [row.context for row in rows.rows_of], (rows.prompts_B, rows.completions_B)
+    pack = build_pack(*lengths, runs, with_router, multiple, rows.group_lengths_B, contexts)
     ids = rows.ids_N[pack.source_N.clamp(min=0)].unsqueeze(0)  # filled up with the first token
     inputs: _Inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), LAYOUT: pack.layout}
     inputs["position_ids"] = pack.positions_N.unsqueeze(0)
-    return inputs, pack.predictor_S, pack.counts_N.unsqueeze(0), pack.source_N
+    counts_N = pack.counts_N if rows.several is None else _counts_of_pack(rows, runs, pack)
+    return inputs, pack.predictor_S, counts_N.unsqueeze(0), pack.source_N
+
+
+def _counts_of_pack(rows: TokenRows, runs: Sequence[Range], pack: Pack) -> torch.Tensor:
+    """`Pack.counts_N` without what earlier rows of a completion have."""
+    counts_N, counted, starts = torch.zeros_like(pack.counts_N), rows.counted_N, rows.starts_B
+    for (first, stop), group in zip(runs, pack.layout.groups):  # the last one may be filling
+        for row, completion in zip(range(first, stop), group.completions, strict=True):
+            start = starts[row]
+            for begin, end in (group.prompt, completion):
+                counts_N[begin:end] += counted[start : start + end - begin]
+                start += end - begin
+    return counts_N
 
 
 def _sliced(layout: _Layout, group: SequenceGroup) -> tuple[_Layout, TokenSlice]:
@@ -226,7 +238,7 @@ def _prefix(policy: Any, rows: TokenRows, with_router: bool, multiple: int, left
     before_BT += len(firsts) * prompt
     before_BT[:, 0] = prompt_B * prompt + prompt - 1
     targets = _scored(rows, mask[:, prompt : prompt + width])
-    counted = _counted(rows, mask, prompt)
+    counted = mask.masked_scatter(mask.bool(), rows.counted_N)
     # a prompt counts once for each of its completions
     of_prompts = torch.zeros_like(inputs["attention_mask"]).index_add_(0, prompt_B, counted[:, :prompt])
     counts = [of_prompts, counted[:, prompt : prompt + columns]]
@@ -246,27 +258,14 @@ def _padded(policy: Any, rows: TokenRows, multiple: int, left: int) -> _Layout:
         inputs["position_ids"] = positions
     targets = torch.zeros_like(attended, dtype=torch.bool)
     targets[:, -width:] = _scored(rows, attended[:, -width:])
-    counted = _counted(rows, attended, ids.size(1) - width)
-    return inputs, targets.reshape(-1).nonzero().squeeze(1) - 1, counted, _sources(mask).flatten()
+    counts = attended * mask.masked_scatter(mask.bool(), rows.counted_N)
+    return inputs, targets.reshape(-1).nonzero().squeeze(1) - 1, counts, _sources(mask).flatten()
 
 
 def _scored(rows: TokenRows, attended_BT: torch.Tensor) -> torch.Tensor:
     """True, (B, T), on the tokens after prompts that get log-probabilities."""
-    if rows.several is None:
-        return attended_BT.bool()
-    return attended_BT.bool() & _from(rows.several.contexts_B, attended_BT)
-
-
-def _counted(rows: TokenRows, attended_BL: torch.Tensor, prompt: int) -> torch.Tensor:
-    """The mask of a padded batch, (B, L), without what earlier rows have; prompts end at column `prompt`."""
-    if rows.several is None:
-        return attended_BL
-    pairs = zip(rows.prompts_B, rows.several.repeated_B, strict=True)
-    return attended_BL * _from([prompt - n + repeated for n, repeated in pairs], attended_BL)
-
-
-def _from(firsts_B: Sequence[int], like_BL: torch.Tensor) -> torch.Tensor:
-    return torch.arange(like_BL.size(1)) >= torch.tensor([*firsts_B])[:, None]
+    contexts_B1 = torch.tensor([[row.context] for row in rows.rows_of])
+    return attended_BT.bool() & (torch.arange(attended_BT.size(1)) >= contexts_B1)
 
 
 def _sources(mask_BL: torch.Tensor) -> torch.Tensor:

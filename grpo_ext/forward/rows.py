@@ -8,8 +8,9 @@ N tokens, S completion tokens, T columns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -20,30 +21,13 @@ from .columns import ATTENDED, COLUMNS, DROPOUT, Rows
 from .images import Prepared, RowImages
 
 
-@dataclass(frozen=True)
-class SeveralRows:
-    """Which completion each row belongs to, where completions may have several (forward.further_rows)."""
+class RowOf(NamedTuple):
+    """A row of a completion that may have several (forward.further_rows)."""
 
-    completions_B: Sequence[int]  # the number of the completion, ascending
-    contexts_B: Sequence[int]  # tokens after the prompt that the row has as context, and that get no log-probability
-    repeated_B: Sequence[int]  # tokens, from the row's first, that an earlier row of the completion begins with too
-    shares_B: Sequence[bool]  # whether it begins with the completion's prompt; else its prompt is its whole context
-
-    def part(self, rows: slice) -> SeveralRows:
-        return SeveralRows(*(values[rows] for values in vars(self).values()))
-
-    @classmethod
-    def joined(cls, parts: Sequence[TokenRows]) -> SeveralRows | None:
-        if all(part.several is None for part in parts):
-            return None
-        known = [part.several or cls.single(len(part)) for part in parts]
-        firsts = accumulate((max(one.completions_B, default=-1) + 1 for one in known), initial=0)
-        numbers = [first + n for first, one in zip(firsts, known) for n in one.completions_B]
-        return cls(numbers, *([v for one in known for v in getattr(one, spec.name)] for spec in fields(cls)[1:]))
-
-    @classmethod
-    def single(cls, rows: int) -> SeveralRows:
-        return cls(range(rows), [0] * rows, [0] * rows, [True] * rows)
+    completion: int  # its number
+    context: int = 0  # tokens after the prompt that get no log-probability
+    repeated: int = 0  # tokens, from the first, that an earlier row of the completion begins with too
+    shares: bool = True  # whether it begins with the completion's prompt; else its prompt is its whole context
 
 
 @dataclass(frozen=True)
@@ -58,7 +42,7 @@ class TokenRows:
     # a masked token keeps its position and gets no log-probability, and the next token is predicted from it
     columns: Mapping[str, Rows] = field(default_factory=dict)
     group_lengths_B: Sequence[tuple[int, ...]] | None = None  # of all completions of its group; None: of these rows
-    several: SeveralRows | None = None  # None: each row is a completion
+    several: Sequence[RowOf] | None = None  # one for each row, by completion; None: each row is a completion
 
     @classmethod
     def of_padded(
@@ -88,7 +72,12 @@ class TokenRows:
         prompts_B = [n for part in parts for n in part.prompts_B]
         completions_B = [n for part in parts for n in part.completions_B]
         lengths_B = [n for part in parts for n in part.group_lengths_B or [(n,) for n in part.completions_B]]
-        return cls(ids_N, prompts_B, completions_B, same, None, columns, lengths_B, SeveralRows.joined(parts))
+        several, completions = list[RowOf](), 0
+        for part in parts:
+            several += [row._replace(completion=completions + row.completion) for row in part.rows_of]
+            completions = several[-1].completion + 1 if several else 0
+        of_rows = None if all(part.several is None for part in parts) else several
+        return cls(ids_N, prompts_B, completions_B, same, None, columns, lengths_B, of_rows)
 
     def neutral(self, name: str, like: Rows) -> Rows:
         """A column that these rows lack."""
@@ -126,22 +115,24 @@ class TokenRows:
     @property
     def scored_B(self) -> list[int]:
         """Tokens of each row that belong to its completion, and get log-probabilities."""
-        if self.several is None:
-            return list(self.completions_B)
-        return [n - context for n, context in zip(self.completions_B, self.several.contexts_B, strict=True)]
+        return [n - row.context for n, row in zip(self.completions_B, self.rows_of, strict=True)]
 
     @property
-    def repeated_B(self) -> Sequence[int]:
-        return [0] * len(self) if self.several is None else self.several.repeated_B
+    def rows_of(self) -> Sequence[RowOf]:
+        return [RowOf(number) for number in range(len(self))] if self.several is None else self.several
 
     def by_completion(self, numbers_B: Sequence[int]) -> list[int]:
         """Sums of numbers of rows, one for each completion."""
-        if self.several is None:
-            return list(numbers_B)
-        sums = [0] * (self.several.completions_B[-1] + 1)
-        for completion, number in zip(self.several.completions_B, numbers_B, strict=True):
-            sums[completion] += number
-        return sums
+        sums: dict[int, int] = {}
+        for row, number in zip(self.rows_of, numbers_B, strict=True):
+            sums[row.completion] = sums.get(row.completion, 0) + number
+        return list(sums.values())
+
+    @property
+    def counted_N(self) -> torch.Tensor:
+        """1 on each token of all rows, int64, and 0 where an earlier row of the completion has it too."""
+        lengths = zip(self.lengths_B, self.rows_of, strict=True)
+        return torch.cat([(torch.arange(length) >= row.repeated).long() for length, row in lengths])
 
     @property
     def starts_B(self) -> list[int]:
@@ -155,9 +146,8 @@ class TokenRows:
 
     def with_dropout(self, start: int, groups: Sequence[int], completions: Sequence[int]) -> TokenRows:
         """The same rows, with keys of dropout (`token_keys`), by the group and the number of each completion."""
-        several = self.several or SeveralRows.single(len(self))
-        groups_B = [groups[n] if shares else None for n, shares in zip(several.completions_B, several.shares_B)]
-        owners_B = [completions[number] for number in several.completions_B]
+        groups_B = [groups[row.completion] if row.shares else None for row in self.rows_of]
+        owners_B = [completions[row.completion] for row in self.rows_of]
         return self.having(DROPOUT, token_keys(start, groups_B, owners_B, self.prompts_B, self.completions_B))
 
     def same_tokens(self, other: TokenRows) -> bool:
@@ -183,7 +173,7 @@ class TokenRows:
             None if self.images is None else self.images.of(rows),
             columns,
             None if self.group_lengths_B is None else self.group_lengths_B[first:last],
-            None if self.several is None else self.several.part(slice(first, last)),
+            None if self.several is None else self.several[first:last],
         )
 
     def image_inputs(self, rows: Sequence[int], ids_BL: torch.Tensor, pixels: bool = True) -> Prepared:

@@ -18,7 +18,6 @@ import torch
 
 from ..batching.micro_batches import RowSize, StepSizes
 from ..batching.sizes import group_numbers
-from ..compat import images_among
 from ..errors import RolloutError
 from ..forward.columns import (
     ADVANTAGES,
@@ -40,11 +39,10 @@ from ..forward.columns import (
 )
 from ..forward.further_rows import Row, decoded
 from ..forward.images import RowImages, joined
-from ..forward.rows import SeveralRows, TokenRows
-from ..runtime.collectives import gather_lists
+from ..forward.rows import RowOf, TokenRows
 from ..runtime.messages import logger
 
-_OWN = Column("row")  # a column that a user's `_generate_and_score_completions` made
+OWN = Column("row")  # a column that a user's `_generate_and_score_completions` made
 # of completions: values of any length each, one value of one shape each, or Python objects
 Values = Rows | torch.Tensor | list[Any]
 
@@ -207,12 +205,6 @@ class RolloutBatch:
         pairs = [(number, row) for number, rows in enumerate(several) for row in rows]
         completions, groups = list(self.completions), [self.groups[number] for number, _ in pairs]
         sizes, rows = [row.size for _, row in pairs], [row for _, row in pairs]
-        of_rows = SeveralRows(
-            [number for number, _ in pairs],
-            [len(row.context) for row in rows],
-            [row.repeated for row in rows],
-            [row.shares for row in rows],
-        )
         both, kept = [size.prompt + size.after for size in sizes], [row.stop - row.start for row in rows]
         lengths = {EXPERTS: both, KEPT_COUNTS: kept}
         columns = {name: Rows(self[name].values, n) for name, n in lengths.items() if name in self.columns}
@@ -239,7 +231,7 @@ class RolloutBatch:
             group_lengths_B=[
                 group_lengths[g] if row.shares else (row.size.after,) for g, row in zip(groups, rows, strict=True)
             ],
-            several=of_rows,
+            several=[RowOf(number, len(row.context), row.repeated, row.shares) for number, row in pairs],
         )
 
     def as_trl(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> TrlBatch:
@@ -250,7 +242,7 @@ class RolloutBatch:
         ones = {mask: replace(self[ids], values=torch.ones_like(self[ids].values)) for mask, ids in masks.items()}
         batch: TrlBatch = dict(self.constants)
         for name, column in {**ones, **self.columns}.items():
-            kind = COLUMNS.get(name, _OWN)
+            kind = COLUMNS.get(name, OWN)
             if not kind.trl:
                 continue
             if not isinstance(column, Rows):
@@ -293,7 +285,7 @@ def concatenated(parts: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
 
 def _absent(name: str, part: Mapping[str, Values]) -> Rows | None:
     """A column that a part lacks; None where it has to have it."""
-    kind = COLUMNS.get(name, _OWN)
+    kind = COLUMNS.get(name, OWN)
     if name in (FURTHER_ROWS, CONTEXT_IDS):  # each of its completions has one row
         return Rows(torch.empty(0, dtype=kind.dtype), [0] * len(part[COMPLETION_IDS]))
     if kind.dtype != torch.bool:
@@ -311,66 +303,6 @@ def _concatenated(name: str, parts: Sequence[Any]) -> Values:
     if name.startswith("prompt_") and parts[0].dim() > 1:
         return joined([part.flip(1) for part in parts]).flip(1)
     return joined(parts)
-
-
-# ---- From TRL's dictionary ------------------------------------------------------------------------------------------
-
-_REQUIRED = (PROMPT_IDS, PROMPT_MASK, COMPLETION_IDS, COMPLETION_MASK, ADVANTAGES)
-
-
-def gather_scored(scored: TrlBatch, num_rows: int, num_generations: int) -> RolloutBatch:
-    """Gather the dictionaries that a user's `_generate_and_score_completions` returned on all processes; one exchange.
-
-    Columns keep their padding, and fields that TRL does not know are kept. Images are left out, because every forward
-    prepares them. The override was called with `num_rows` rows; 0 on a process without prompts.
-    """
-    images = images_among(scored)
-    entries = {name: _on_cpu(value) for name, value in scored.items() if name not in images}
-    shares: list[tuple[int, TrlBatch]] = gather_lists([(num_rows, entries)])
-    shares = [share for share in shares if share[0]]
-    for rows, share in shares:
-        if taken := sorted(name for name in share if not COLUMNS.get(name, _OWN).trl):
-            raise RolloutError(
-                f"_generate_and_score_completions returned {', '.join(taken)}, a name that the trainer uses itself; "
-                "give your field another."
-            )
-        if missing := [name for name in _REQUIRED if share.get(name) is None]:
-            raise RolloutError(
-                f"_generate_and_score_completions returned no {', '.join(missing)}; the loss needs them."
-            )
-        if (count := len(share["completion_ids"])) != rows:
-            raise RolloutError(
-                f"_generate_and_score_completions returned {count} completions for {rows} rows; a step is made of all "
-                "rows of its rollout batch. Return one completion for each row, with advantage 0 where nothing is to "
-                "be learned."
-            )
-    parts = [{name: _column(name, value, rows) for name, value in share.items()} for rows, share in shares]
-    columns = concatenated([{n: c for n, c in sorted(part.items()) if c is not None} for part in parts])
-    for name in (n for n, kind in COLUMNS.items() if kind.of_rows):  # on one process all may have one token
-        if isinstance(column := columns.get(name), Rows) and set(column.lengths) <= {1}:
-            columns[name] = column.values[:, None]
-    constants = {name: value for name, value in shares[0][1].items() if parts[0][name] is None}
-    batch = RolloutBatch.of_columns(columns, num_generations)
-    widths = max(batch[PROMPT_IDS].lengths), max(batch[COMPLETION_IDS].lengths)
-    tokens, items, per_token = int(batch.loss_masks.values.sum()), constants.get("num_items_in_batch"), None
-    if items is not None and tokens and float(items) != tokens:
-        per_token = float(items) / tokens
-    return replace(batch, constants=constants, widths=widths, items_per_token=per_token)
-
-
-def _column(name: str, value: Any, rows: int) -> Values | None:
-    """An entry of TRL's dictionary as a column; None where it has no value for each row."""
-    if isinstance(value, torch.Tensor) and value.dim() and value.size(0) == rows:
-        if (kind := COLUMNS.get(name, _OWN)).trl and kind.extent != "row" and value.dim() == 2:
-            return Rows(value.flatten(0, 1), [value.size(1)] * rows)
-        return value
-    return list(value) if isinstance(value, (list, tuple)) and len(value) == rows else None
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        value = list(value) if value.dtype.kind not in "biuf" else torch.from_numpy(value)
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
 # ---- In a checkpoint: nested dictionaries, lists and tensors, as `run.state` writes them -----------------------------

@@ -172,20 +172,20 @@ class Chat:
             return
         schemas = (getattr(self.tokenizer, name, None) for name in ("response_template", "response_schema"))
         parses = any(schema is not None for schema in schemas)
-        ids = [t.ids if t.returned is None else t.returned.last_ids for t in transcripts]
-        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
-        for t, text, last_ids in zip(transcripts, texts, ids, strict=True):
+        last = [
+            (t.ids, t.prompt_ids) if (r := t.returned) is None else (r.last_ids, r.last_context) for t in transcripts
+        ]
+        texts = self.processing_class.batch_decode([ids for ids, _ in last], skip_special_tokens=True)
+        for t, text, ids_and_context in zip(transcripts, texts, last, strict=True):
             if (messages := bool(t.prompt) and is_conversational({"prompt": t.prompt})) and parses:
                 t.completion = []
-                self.add_message(t, len(last_ids))
+                self.add_message(t, *ids_and_context)
             else:
                 t.completion, t.calls = [{"role": "assistant", "content": text}] if messages else text, []
 
-    def add_message(self, transcript: Transcript, tokens: int) -> None:
-        """Add the message in the last `tokens` tokens, and set its tool calls; without tools there are none."""
-        ids = transcript.all_ids
-        start = len(ids) - tokens
+    def add_message(self, transcript: Transcript, ids: list[int], context: list[int]) -> None:
+        """Add the message in tokens after a context, and set its tool calls; without tools there are none."""
         shown = list(self.tools_of(transcript.environment_name))
-        message = parse_response(self.tokenizer, ids[start:], ids[:start], shown)
+        message = parse_response(self.tokenizer, ids, context, shown)
         transcript.completion = [*transcript.completion, message]
         transcript.calls = list(message.get("tool_calls") or ()) if self.tools else []

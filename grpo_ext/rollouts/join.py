@@ -44,16 +44,6 @@ from .local import LocalRollout
 from .transcript import Transcript
 
 
-class RowCounts(NamedTuple):
-    """Of a rollout that may have several rows."""
-
-    rows: int  # that are trained
-    longest: int  # tokens of the longest, context included
-    tokens: int  # of the model and of tools, in all rows
-    context_tokens: int  # as in `Returned`
-    untrained_tokens: int
-
-
 @dataclass(frozen=True)
 class Entry:
     """What is logged of a completion."""
@@ -63,7 +53,7 @@ class Entry:
     truncated: bool
     tool_calls: int
     tool_failures: int
-    rows: RowCounts | None  # None where it has one
+    counts: Mapping[str, int]  # of a rollout that may have several rows, by what is counted
     kept_mass: float  # of all tokens together; NaN where unknown
     masked_out: str | None  # the digest of a completion that is masked out, whose tokens the batch does not have
 
@@ -165,7 +155,7 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
             truncated=not transcript.ended,
             tool_calls=transcript.tool_calls,
             tool_failures=transcript.tool_failures,
-            rows=_row_counts(transcript),
+            counts={} if transcript.returned is None else transcript.returned.counts,
             kept_mass=_kept_mass(transcript),
             masked_out=digest_of(transcript.ids, 0) if out else None,
         )
@@ -175,28 +165,20 @@ def _share(local: LocalRollout, images: ImageSource) -> Share:
     return Share(states, entries, local.rewards_BF, local.reward_calls, local.first)
 
 
-def _row_counts(transcript: Transcript) -> RowCounts | None:
-    if (returned := transcript.returned) is None:
-        return None
-    stops = [*(row.start for row in transcript.rows[1:]), len(transcript.ids)]
-    longest = max(len(row.context) + stop - row.start for row, stop in zip(transcript.rows, stops, strict=True))
-    counts = len(returned.ids), returned.context_tokens, returned.untrained_tokens
-    return RowCounts(len(transcript.rows), longest, *counts)
-
-
 def _check_lengths(entries: Sequence[Entry], limit: int) -> None:
     """Raise a RolloutError where a rollout of several rows, or one of its rows, is longer than sampling makes one."""
     longest = max(entry.prompt_tokens for entry in entries)
-    for place, counts in enumerate(entry.rows for entry in entries):
-        if counts is not None and counts.tokens > limit:
+    for place, entry in enumerate(entries):
+        tokens, row = (entry.counts.get(name, 0) for name in ("tokens", "longest"))
+        if tokens > limit:
             raise RolloutError(
-                f"rollout_func returned {counts.tokens} tokens of the model and of tools in the rows of completion "
+                f"rollout_func returned {tokens} tokens of the model and of tools in the rows of completion "
                 f"{place}, and max_completion_length={limit} limits those of all rows together; end the rollout "
                 "earlier, or raise it."
             )
-        if counts is not None and counts.longest > longest + limit:
+        if row > longest + limit:
             raise RolloutError(
-                f"rollout_func returned a row of {counts.longest} tokens, context included, in completion {place}; a "
+                f"rollout_func returned a row of {row} tokens, context included, in completion {place}; a "
                 f"row has at most as many as the longest prompt ({longest}) and max_completion_length={limit} "
                 "together. Shorten the context, or raise max_completion_length."
             )

@@ -65,9 +65,9 @@ def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[
     total = weighted_sum(rewards_BF, settings.rule.weights_F)
     values += [("reward", torch.nanmean(total).item()), ("reward_std", nan_std(total).item())]
     values.append(("frac_reward_zero_std", settings.rule.zero_std_fraction(rewards_BF)))
-    if counts := [entry.rows for entry in entries if entry.rows is not None]:
+    if counts := [entry.counts for entry in entries if entry.counts]:
         for name in ("rows", "context_tokens", "untrained_tokens"):
-            values.append((f"rollout/{name}", sum(getattr(one, name) for one in counts) / len(counts)))
+            values.append((f"rollout/{name}", sum(one[name] for one in counts) / len(counts)))
     logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
     mass = math.fsum(entry.kept_mass for entry in entries)

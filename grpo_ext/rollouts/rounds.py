@@ -16,7 +16,8 @@ from ..errors import ConfigError, RolloutError, counted
 from ..forward.columns import ADVANTAGES, ROW_IMAGES, TrlBatch
 from ..runtime.messages import logger
 from ..sampling.equal_shares import refuse_unequal_shares
-from .batch import RolloutBatch, gather_scored
+from .batch import RolloutBatch
+from .from_trl import gather_scored
 from .images import ImageSource
 from .join import Round
 from .local import RolloutSettings

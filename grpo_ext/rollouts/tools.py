@@ -225,7 +225,7 @@ def continue_with(transcript: Transcript, turn: Turn, chat: Chat, limits: TurnLi
     transcript.add_turn(turn)
     transcript.calls = []
     if turn.ids:
-        chat.add_message(transcript, len(turn.ids))
+        chat.add_message(transcript, turn.ids, transcript.all_ids[: -len(turn.ids)])
 
 
 # ---- Before training ------------------------------------------------------------------------------------------------

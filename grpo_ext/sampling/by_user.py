@@ -151,6 +151,11 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
         count, what = (rows, "rows of rollout_ids") if several and of_rows else (prompts, "prompts")
         if isinstance(values, list) and len(values) != count:
             raise RolloutError(f"rollout_func returned {len(values)} {name} for {count} {what}. {remedy}")
+    _check_rows(rollout, several, kept_ids, remedy)
+    return rollout
+
+
+def _check_rows(rollout: Mapping[str, Any], several: bool, kept_ids: bool, remedy: str) -> None:
     for row, ids in enumerate(rollout["completion_ids"]):
         if not rollout["prompt_ids"][row] or not (ids or several):  # a rollout may have further rows
             raise RolloutError(f"rollout_func returned no tokens of prompt or completion in row {row}. {remedy}")
@@ -167,7 +172,6 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
                     f"kept_ids of rollout_func do not contain token {token}, or contain something other than an id, at "
                     f"place {place} of completion {row}. {remedy}"
                 )
-    return rollout
 
 
 def _rollout_ids(values: Any, prompts: int, remedy: str) -> list[int]:

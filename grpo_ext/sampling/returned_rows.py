@@ -77,11 +77,18 @@ def turn_of_rows(rows: Sequence[ReturnedRow]) -> Turn:
     further = [FurtherRow(place, chain.prompt_ids) for place, chain in zip(places, chains, strict=True)]
     if further[0].context == first.prompt_ids:
         further = further[1:]
+    last = next((row for row in reversed(rows) if row.ids), first)
     returned = Returned(
         ids=[token for row in rows for token in row.ids],
-        last_ids=next((row.ids for row in reversed(rows) if row.ids), []),
-        context_tokens=sum(len(row.context) for row in further),
-        untrained_tokens=sum(len(row.ids) for row in rows if not any(row.mask_of_all)),
+        last_context=last.prompt_ids,
+        last_ids=last.ids,
+        counts={
+            "rows": len(chains),
+            "longest": max(len(chain.prompt_ids) + len(chain.ids) for chain in chains),  # tokens, context included
+            "tokens": sum(len(row.ids) for row in rows),
+            "context_tokens": sum(len(row.context) for row in further),
+            "untrained_tokens": sum(len(row.ids) for row in rows if not any(row.mask_of_all)),
+        },
     )
     mask = None if whole.mask is None or all(whole.mask) else whole.mask
     return replace(whole._replace(prompt_ids=first.prompt_ids, mask=mask).turn(), further=further, returned=returned)

@@ -47,9 +47,9 @@ class Returned(NamedTuple):
     """What a `rollout_func` returned of a rollout of several rows."""
 
     ids: list[int]  # the rows' own tokens, of the model and of tools, also those of rows that are not trained
-    last_ids: list[int]  # those of the last row
-    context_tokens: int  # of the contexts of all rows but the first
-    untrained_tokens: int  # of rows that are not trained
+    last_context: list[int]  # of the last row that has any
+    last_ids: list[int]
+    counts: Mapping[str, int]  # by what is counted: see `turn_of_rows`
 
 
 @dataclass(frozen=True)

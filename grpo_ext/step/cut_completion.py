@@ -39,4 +39,4 @@ class CutCompletion:
         terms = [(slope_S * (score_S - score_S.detach())).sum() for slope_S, score_S in pairs if slope_S is not None]
         assert self.loss is not None
         first = self.loss if piece == min(self.scores) else torch.zeros_like(self.loss)
-        return first + sum(terms, start=0.0 * scores[0].sum())
+        return first + sum(terms, start=scores[0][:0].sum())  # zero, and connected to the graph

@@ -97,15 +97,13 @@ class Attempt:
         self.step = step = count_step(self.rollout, metrics)
         step.record = self.record.add if self.record is not None and self.forwards.is_first else None
         of_step = settings.top_entropy_quantile < 1.0 or settings.router
-        cut = self.rollout.several is not None and any(part.piece is not None for part in self.plan.micro_batches)
-        # where a forward is a collective, all run theirs
-        everything = of_step or (
-            self.rollout.several is not None and self.forwards.collective_forward and any_process(cut)
-        )
-        if not everything and not cut:
+        pieces = [part for part in self.plan.micro_batches if part.piece is not None]
+        together = self.rollout.several is not None and (settings.equal_counts or self.forwards.collective_forward)
+        # where a forward may be a collective, every process runs all of its micro-batches
+        parts = self.plan.micro_batches if of_step or (together and any_process(bool(pieces))) else pieces
+        if not parts:
             return
         measured: list[MicroBatchStatistics] = []
-        parts = [part for part in self.plan.micro_batches if everything or part.piece is not None]
         with self.forwards.without_gradients(self.planner.view.policy):
             for micro_batch in self.micro_batches(parts):
                 scores = self.forwards.micro_batch_log_probs(

@@ -17,7 +17,7 @@ FILE, FUNCTION = 400, 50
 LARGER = {"trainer.py": 465}  # the override points, which pass on what newer versions of TRL add
 DATA = ("py.typed", "tools/*.html", "upstream/*.md")  # files of the package that are not Python
 STRING = 2_000  # characters of one string in the code; a table is a Python expression
-BOUNDS = {"code tokens": 187_429, "records": 116, "context managers": 44}
+BOUNDS = {"code tokens": 193_429, "records": 123, "context managers": 44}
 
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}

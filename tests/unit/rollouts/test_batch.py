@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from grpo_ext.errors import RolloutError
-from grpo_ext.rollouts.batch import gather_scored
+from grpo_ext.rollouts.from_trl import gather_scored
 from tests.support.batches import batch_of_rows
 
 ADVANTAGES = torch.tensor([0.5, -1.5, 2.0, 0.0])

@@ -6,7 +6,8 @@ import torch
 from grpo_ext.errors import RolloutError
 from grpo_ext.forward.columns import ADVANTAGES, COMPLETION_IDS, OLD_LOGPS, TOOL_MASK
 from grpo_ext.forward.rows import TokenRows
-from grpo_ext.rollouts.batch import batch_state, gather_scored, saved_batch
+from grpo_ext.rollouts.batch import batch_state, saved_batch
+from grpo_ext.rollouts.from_trl import gather_scored
 from grpo_ext.sampling.turn import Turn
 from grpo_ext.step.inputs import loss_columns
 
