@@ -83,12 +83,10 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     "batching/packing.py": [
         ("positions_N=position[segment_N] + within_N", "positions_N=within_N", f"{PACKING} {PACKED}"),
         ("run = length if keep_last else max(length - 1, 0)", "run = max(length - 1, 0)", PACKING),
-        ("[(begins, twice, prompt, 0)]", "[(begins, twice, prompt, 1)]", f"{ROWS} -k routed_terms-pieces"),
     ],
     "batching/micro_batches.py": [
         ("MicroBatch((shortest,), weight=0.0)", "MicroBatch((shortest,))", CUTS),
         ("count = ceil_div(len(rows), max_rows)", "count = len(rows) // max_rows + 1", CUTS),
-        ("if parts and fits and len(keys) == 1:", "if parts:", "tests/trainer/test_out_of_memory.py -k in_pieces"),
     ],
     "batching/sizes.py": [
         ("even_slice(ceil_div(num_prompts, groups), num", "even_slice(num_prompts // groups, num", SIZES)
@@ -111,11 +109,8 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     "forward/routing.py": [("known_NK = recorded_NK != BY_ROUTER", "known_NK = recorded_NK > BY_ROUTER + 1", ROUTING)],
     "forward/rows.py": [
         ("attended[:, :width].cumsum(1) > 0", "attended[:, :width].cumsum(1) > 1", f"{PACKED} -k layout"),
-        (
-            "[completions[number] for number in several.completions_B]",
-            "range(len(self))",
-            f"{ROWS} -k lora_dropout-padded",
-        ),
+        ("(torch.arange(length) >= row.repeated)", "(torch.arange(length) >= 0)", f"{ROWS} -k routed_terms-pieces"),
+        ("[completions[row.completion] for row in self.rows_of]", "range(len(self))", f"{ROWS} -k lora_dropout-padded"),
     ],
     "rewards/guard.py": [
         ("not abs(number) <= _LARGEST", "abs(number) > _LARGEST", GUARD),

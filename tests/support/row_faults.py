@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 
 from grpo_ext.algorithms.losses import LossConfig, StepCounts, TokenBatch, TokenLoss
-from grpo_ext.forward import forms
 from grpo_ext.forward.columns import ADVANTAGES
 from grpo_ext.forward.further_rows import FurtherRow
+from grpo_ext.forward.rows import TokenRows
 from grpo_ext.rollouts.batch import RolloutBatch
 from grpo_ext.rollouts.local import LocalRollout
 from grpo_ext.rollouts.source import Rollouts
@@ -46,7 +46,7 @@ def _by_row(cfg_of: str) -> Iterator[None]:
 
     def noting(values: Any, rows: Any) -> Any:
         lengths[:] = [rows.scored_B]
-        lengths.append([0] * len(rows) if rows.several is None else [*rows.several.completions_B])
+        lengths.append([row.completion for row in rows.rows_of])
         return columns(values, rows)
 
     def planted(cfg: LossConfig, batch: TokenBatch, *more: Any) -> Any:
@@ -128,12 +128,8 @@ def steps_of_rows() -> Any:
 
 def contexts_routed() -> Any:
     """Routers count a context for each row that has it."""
-    real = forms.build_pack
-
-    def planted(*args: Any) -> Any:
-        return real(*args[:-1], None) if len(args) > 7 else real(*args)
-
-    return mock.patch.object(forms, "build_pack", planted)
+    ones = property(lambda rows: torch.ones(len(rows.ids_N), dtype=torch.long))
+    return mock.patch.object(TokenRows, "counted_N", ones)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
