@@ -1,4 +1,7 @@
-"""The matrix in one process on a GPU: each case under two micro-batch sizes, and the bits of both in bitwise mode."""
+"""The matrix in one process on a GPU: each case under two micro-batch sizes, and the bits of both in bitwise mode.
+
+Some cases also train completions that are cut into rows, with a budget of tokens that cuts completions.
+"""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +12,7 @@ from grpo_ext.errors import LaunchError
 from grpo_ext.tools.check.comparison import update_error
 from grpo_ext.tools.check.runs import Run
 from tests.support.cases import CASES, Bench
+from tests.support.cuts import Cuts
 from tests.support.gpu import TOY, needs_gpu
 from tests.support.launches import REFERENCE, Trained, describe_difference, metric_difference, train
 from tests.tolerances import DIFFERENT, METRIC, METRIC_BFLOAT16, UPDATE, UPDATE_BFLOAT16
@@ -20,6 +24,13 @@ NAMES = ["dapo", "kl_bf16"] if TOY else list(CASES)
 # what bitwise mode takes
 BITWISE = [name for name in NAMES if "micro_batch_tokens" not in CASES[name].config and not CASES[name].rollout_func]
 SIZES = (REFERENCE, CUT)
+# completions of several rows: losses of tokens and of sequences, statistics of the step, replay, dropout, padding
+ROWS = (
+    *("dapo", "kl_bf16", "gspo", "vespo", "luspo", "kl", "quantile_bonus", "cut_moe", "routed", "replayed", "teacher"),
+    *("own_loss", "sequence_mask", "trust_tv", "dynamic_reused", "prompt_mean", "lora_dropout", "dropout", "hybrid"),
+    *("prefix", "padded"),
+)
+ROWS = tuple(name for name in NAMES if name in ROWS)
 
 
 def trained(runs: list[Run]) -> list[Trained]:
@@ -55,6 +66,12 @@ def bitwise(bench) -> dict[str, Trained]:
     return launch([bench.run(name, size, name=f"{name}-{size}", **exact) for name in BITWISE for size in SIZES])
 
 
+@pytest.fixture(scope="module")
+def rows(bench) -> dict[str, Trained]:
+    several = {"cuts": Cuts(), "micro_batch_tokens": 24}
+    return launch([bench.run(name, CUT, name=name, **several) for name in ROWS])
+
+
 def two_splits(results: dict[str, Trained], name: str) -> list[Trained]:
     both = [results[f"{name}-{size}"] for size in SIZES]
     for one in both:
@@ -69,6 +86,17 @@ def test_update_and_log_do_not_depend_on_the_split(record_property, plain, name)
     error, (gap, metric) = update_error(one.delta, other.delta), metric_difference(one.log, other.log)
     record_property("update, log", (error, gap, metric))
     assert error <= (UPDATE_BFLOAT16 if half else UPDATE), describe_difference(one.delta, other.delta)
+    assert gap <= (METRIC_BFLOAT16 if half else METRIC), metric
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_completions_cut_into_rows_are_trained_as_whole_ones(record_property, plain, rows, name):
+    one, other = two_splits(plain, name)[0], rows[name]
+    assert other.error is None, other.error
+    half = CASES[name].config.get("bf16", False)
+    error, (gap, metric) = update_error(one.delta, other.delta), metric_difference(one.log, other.log)
+    record_property("update, log", (error, gap, metric))
+    assert 0 < error <= (UPDATE_BFLOAT16 if half else UPDATE), describe_difference(one.delta, other.delta)
     assert gap <= (METRIC_BFLOAT16 if half else METRIC), metric
 
 

@@ -7,10 +7,12 @@ from peft import LoraConfig
 
 from grpo_ext.errors import LaunchError
 from grpo_ext.run.checkpoint import checkpoints, why_not_resumable
+from grpo_ext.run.state import load_state
 from grpo_ext.tools.check.comparison import update_error
 from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import STOCK
 from tests.support.cases import DROPPING, Bench
+from tests.support.cuts import Cuts
 from tests.support.kills import dying
 from tests.support.launches import Trained, assert_same_run, long_run, metric_difference, run_all
 from tests.support.selection import few_of
@@ -26,6 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "adaptive": {"use_adaptive_entropy": True, "entropy_target": 5.0, "max_steps": 9},
     "dynamic": {"dynamic_sampling": True, "bitwise_invariant": True, "rewards": (sparse_reward,), "max_steps": 16},
     "cut": CUT,
+    "rows": {"bitwise_invariant": True, "cuts": Cuts(), "max_steps": 4},
     "dropout": {"bitwise_invariant": True, "peft": LoraConfig(**DROPPING), "max_steps": 10},
 }
 PROMPTS = {"dynamic": 22, "cut": 13}  # dynamic sampling draws further prompts
@@ -70,6 +73,9 @@ def resumed(bench: Bench, name: str, step: int, size: int = 16, **changes: Any) 
         # before a rollout batch, in the second epoch
         pytest.param("dynamic", 2, 3, (6, 14), marks=full),
         pytest.param("dropout", 3, 3, (4, 8), marks=full),
+        # completions of several rows: after the first step of a rollout batch, and between its iterations
+        ("rows", 2, 3, (2,)),
+        pytest.param("rows", 3, 5, (1, 3), marks=full),
         ("cut", 2, 5, (1, 2, 5)),  # after the first step of a rollout batch, between its iterations, in the last one
     ],
 )
@@ -77,6 +83,14 @@ def test_the_same_bits_from_every_kind_of_stop(bench, whole, name, processes, si
     runs = [resumed(bench, name, step, size) for step in stops]
     for step, result in zip(stops, run_all(runs, processes)):
         assert_same_run(whole[name], result, step, RUNS[name].get("max_steps", 6 if name == "cut" else STEPS))
+
+
+def test_a_checkpoint_inside_a_rollout_batch_holds_its_rows(bench, whole):
+    assert whole["rows"].error is None, whole["rows"].error
+    for name, holds in (("rows", True), ("exact", False)):
+        state = load_state(bench.folder / name / "checkpoint-2")
+        assert state is not None
+        assert ("further_rows" in str(state["rollouts"]["batch"])) is holds
 
 
 @pytest.mark.full

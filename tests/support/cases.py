@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import OURS
 from tests.support.architectures import PREFIXED, architecture
+from tests.support.cuts import Cuts
 from tests.support.images import FAMILIES, image_model, image_processor, image_rows, picture_reward
 from tests.support.tiny import (
     TINY,
@@ -246,6 +247,7 @@ def quantised_model(bits: dict[str, Any], folder: Path) -> Any:
 @dataclass(frozen=True)
 class CaseRun(Run):
     eval_path: str | None = None  # folder of a data set that is evaluated once, when training ends
+    cuts: Cuts | None = None  # how completions are cut into rows
 
 
 class Bench:

@@ -53,6 +53,7 @@ PACKED = "tests/unit/forward/test_packed.py"
 PACKING = "tests/unit/batching/test_packing.py"
 RANDOM = "tests/unit/algorithms/test_keyed_random.py"
 ROUTING = "tests/unit/forward/test_routing.py"
+ROWS = "tests/invariance/test_several_rows.py"
 SIZES = "tests/unit/batching/test_sizes.py"
 TURNS = "tests/parity/test_turns.py"
 VARLEN = "tests/unit/forward/test_varlen.py"
@@ -107,7 +108,9 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     ],
     "forward/routing.py": [("known_NK = recorded_NK != BY_ROUTER", "known_NK = recorded_NK > BY_ROUTER + 1", ROUTING)],
     "forward/rows.py": [
-        ("attended[:, :width].cumsum(1) > 0", "attended[:, :width].cumsum(1) > 1", f"{PACKED} -k layout")
+        ("attended[:, :width].cumsum(1) > 0", "attended[:, :width].cumsum(1) > 1", f"{PACKED} -k layout"),
+        ("(torch.arange(length) >= row.repeated)", "(torch.arange(length) >= 0)", f"{ROWS} -k routed_terms-pieces"),
+        ("[completions[row.completion] for row in self.rows_of]", "range(len(self))", f"{ROWS} -k lora_dropout-padded"),
     ],
     "rewards/guard.py": [
         ("not abs(number) <= _LARGEST", "abs(number) > _LARGEST", GUARD),
@@ -121,6 +124,10 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     ],
     "sampling/decoding.py": [("count = len(done) - sum(done)", "count = len(done) - sum(done[1:])", DECODING)],
     "run/checkpoint.py": [("if digest != files[path].get(_HASH):", "if not digest:", f"{CHECKPOINTS} -k whole")],
+    "step/cut_completion.py": [
+        ("self.loss if piece == min(self.scores) else", "self.loss if True else", f"{ROWS} -k gspo_terms-two"),
+        ("slope_S * (score_S - score_S.detach())", "0 * score_S", f"{ROWS} -k gspo_terms-two"),
+    ],
     "step/statistics.py": [("return self if weight else", "return self if True else", METRICS)],
     "runtime/out_of_memory.py": [
         ("size = self.limit = ceil_div(len(piece), 2)", "size = ceil_div(len(piece), 2)", MEMORY),

@@ -1,4 +1,4 @@
-"""The worker of the tests' launches: that of `grpo-ext check`, for runs that also evaluate when training ends."""
+"""The worker of the tests' launches: that of `grpo-ext check`, for runs that also evaluate, or cut completions."""
 
 import sys
 from pathlib import Path
@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 from grpo_ext.tools.check import worker
 from grpo_ext.tools.check.runs import Run
 from tests.support.cases import CaseRun
+from tests.support.cuts import install
 
 
 class _EvaluatingAtTheEnd(TrainerCallback):
@@ -21,6 +22,7 @@ class _EvaluatingAtTheEnd(TrainerCallback):
 
 
 def build(run: Run, folder: Path, processes: int) -> Any:
+    install(run.cuts if isinstance(run, CaseRun) else None)
     trainer = worker.build(run, folder, processes)
     if isinstance(run, CaseRun) and run.eval_path is not None:
         trainer.add_callback(_EvaluatingAtTheEnd(trainer, run.eval_path))

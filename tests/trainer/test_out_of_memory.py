@@ -13,6 +13,7 @@ import torch
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError, RewardError
 from grpo_ext.run.state import load_state
+from tests.support.cuts import Cuts, cutting
 from tests.support.tiny import prompts
 from tests.support.trainers import SAVE, change, error, make, parameters, ran, update, watched
 from tests.tolerances import METRIC, UPDATE
@@ -124,6 +125,39 @@ def test_one_completion_that_does_not_fit_says_what_was_tried(tmp_path):
     trainer = limited(tmp_path)
     trainer.most = 0
     with pytest.raises(MemoryShortageError, match=r"one completion of \d+ tokens .*gradient_checkpointing=True"):
+        trainer.train()
+
+
+def with_room_for(trainer: GRPOTrainer, tokens: int) -> GRPOTrainer:
+    """The trainer, where forwards with gradients over more tokens do not fit."""
+    trainer._forwards.choose_forms(trainer._view.models)  # no comparison runs again in smaller batches
+
+    def forward(module: Any, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled() and kwargs["input_ids"].numel() > tokens:
+            raise torch.OutOfMemoryError("out of memory")
+
+    trainer.model.model.register_forward_pre_hook(forward, with_kwargs=True)
+    return trainer
+
+
+ONE_ROW = 22  # tokens of the longest: 10 of the prompt, 12 of the completion
+
+
+@pytest.mark.parametrize("settings", [{}, {"importance_sampling_level": "sequence", "num_iterations": 2}], ids=str)
+def test_a_completion_of_several_rows_that_does_not_fit_runs_in_pieces(tmp_path, caplog, settings):
+    settings = {"beta": 0.1, "rollout_batch_size": 16, "max_steps": 2, "per_device_train_batch_size": 2, **settings}
+    with cutting(Cuts()):
+        expected, _ = update(tmp_path / "a", **settings)
+        trainer = with_room_for(make(tmp_path / "b", **settings), ONE_ROW)
+        assert error(expected, change(trainer)) <= UPDATE
+    assert re.search(r"What fits here: per_device_train_batch_size=1.*micro_batch_tokens=\d", caplog.text)
+
+
+@pytest.mark.parametrize(("cuts", "tokens"), [(None, ONE_ROW - 4), (Cuts(), 8)])
+def test_a_row_that_does_not_fit_ends_the_run(tmp_path, cuts, tokens):
+    """A completion of one row, and a row of one that has several."""
+    trainer = with_room_for(make(tmp_path), tokens)
+    with cutting(cuts), pytest.raises(MemoryShortageError, match=r"one completion of \d+ tokens"):
         trainer.train()
 
 
