@@ -81,11 +81,12 @@ def turn_of_rows(rows: Sequence[ReturnedRow]) -> Turn:
     further = [FurtherRow(place, chain.prompt_ids) for place, chain in zip(places, chains, strict=True)]
     if further[0].context == first.prompt_ids:
         further = further[1:]
-    last = next((row for row in reversed(rows) if any(row.mask_of_all)), first)
+    last = next((row for row in reversed(rows) if row.ids), first)
     returned = Returned(
         ids=[token for row in rows for token in row.ids],
         last_context=last.prompt_ids,
         last_ids=last.ids,
+        last_call=next((row.ids for row in reversed(rows) if any(row.mask_of_all)), []),
         counts={
             "rows": len(chains),
             "longest": max(len(chain.prompt_ids) + len(chain.ids) for chain in chains),  # tokens, context included

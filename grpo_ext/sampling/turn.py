@@ -48,8 +48,9 @@ class Returned(NamedTuple):
     """What a `rollout_func` returned of a rollout of several rows."""
 
     ids: list[int]  # the rows' own tokens, of the model and of tools, also those of rows that are not trained
-    last_context: list[int]  # of the last row that has any
-    last_ids: list[int]
+    last_context: list[int]  # of the last row that has tokens
+    last_ids: list[int]  # its tokens
+    last_call: list[int]  # tokens of the last row with one that the model wrote: they tell whether the rollout ended
     counts: Mapping[str, int]  # by what is counted: see `turn_of_rows`
 
     def check(self, limit: int) -> None:
@@ -99,7 +100,7 @@ class Turn:
 
     @property
     def last_ids(self) -> list[int]:
-        return self.ids if self.returned is None else self.returned.last_ids
+        return self.ids if self.returned is None else self.returned.last_call
 
     @property
     def logps(self) -> list[float | None] | None:

@@ -85,7 +85,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
         ("run = length if keep_last else max(length - 1, 0)", "run = max(length - 1, 0)", PACKING),
     ],
     "batching/micro_batches.py": [
-        ("MicroBatch((shortest,), weight=0.0)", "MicroBatch((shortest,))", CUTS),
+        ("MicroBatch((shortest,), weight=0.0, ", "MicroBatch((shortest,), ", CUTS),
         ("count = ceil_div(len(rows), max_rows)", "count = len(rows) // max_rows + 1", CUTS),
     ],
     "batching/sizes.py": [

@@ -110,7 +110,7 @@ def test_rollout_ids_one_to_one_are_as_none(tmp_path):
     [
         (
             lambda prompt: [Row(prompt, [4] * 13, [1] * 13), Row([9], [5] * 12, [0] * 12)],
-            "returned 25 tokens of the model and of tools in the rows of completion 0, and max_completion_length=24",
+            "returned 25 tokens of the model and of tools in the rows of a rollout, and max_completion_length=24",
         ),
         (
             lambda prompt: [Row(prompt, [4], [1]), Row([9] * 32, [5] * 3, [1] * 3)],
@@ -147,7 +147,9 @@ def test_what_needs_one_row_refuses_several_with_its_reason(tmp_path, name):
     expected = says.get(name, f"{name} is overridden: TRL's dictionary, which it is given, has one row for each")
     several, single = agent_of(two), agent_of(one)
     several.ids_of = single.ids_of = lambda prompt, trainer: [5, 6]
-    with pytest.raises(RolloutError, match=f"rollout_func returned 2 rows of rollout 0, and .*{expected}"):
+    with pytest.raises(
+        RolloutError, match=f"rollout_func returned rows of prompt 0 that do not continue each other, and .*{expected}"
+    ):
         ran(trainer_of(tmp_path / "several", several, **REFUSED[name]()))
     if name != "images":  # these prompts have no image tokens
         assert ran(trainer_of(tmp_path / "single", single, **REFUSED[name]())).state.global_step == 1

@@ -29,8 +29,8 @@ def equal(pair: tuple[int, int]) -> bool:
 
 
 def rows_of(prompt: list[int], ids: list[int], further: list[FurtherRow]) -> list[Row]:
-    numbers, rest = encoded(prompt, ids, further)
-    return decoded(*(torch.tensor(values, dtype=torch.int32) for values in (prompt, ids)), numbers, torch.tensor(rest))
+    columns = prompt, ids, *encoded(prompt, ids, further)
+    return decoded(*(torch.tensor(values, dtype=torch.int32) for values in columns))
 
 
 @given(completions())

@@ -36,7 +36,7 @@ def test_rows_that_continue_each_other_are_one_row_with_what_others_wrote_betwee
     assert not turn.further
     assert (turn.returned.ids, turn.returned.last_ids) == ([4, 5, 6, 7], [7])
     assert turn.returned.last_context == [*PROMPT, 4, 5, 9, 9, 6]
-    assert turn.returned.counts == counts(rows=1, longest=9, tokens=4)
+    assert turn.returned.counts == counts(rows=1, longest=9)
 
 
 def test_a_row_is_joined_to_the_longest_that_it_continues():
@@ -52,7 +52,7 @@ def test_rows_that_do_not_continue_are_further_rows_in_their_order():
     assert turn.ids == [4, 5, 6, 4, 5, 8, 9]
     assert turn.further == [FurtherRow(2, [*PROMPT, 5]), FurtherRow(3, PROMPT), FurtherRow(5, [7, 2, 3])]
     assert turn.mask is None
-    assert turn.returned.counts == counts(rows=4, longest=5, tokens=7, context_tokens=4 + 3 + 3)
+    assert turn.returned.counts == counts(rows=4, longest=5, context_tokens=4 + 3 + 3)
     assert (turn.returned.last_context, turn.returned.last_ids) == ([7, 2, 3], [8, 9])
 
 
@@ -63,7 +63,8 @@ def test_rows_that_are_not_trained_are_counted_and_left_out():
     assert turn.ids == [5]
     assert turn.further == [FurtherRow(0, [7])]
     assert (turn.returned.ids, turn.returned.last_ids) == ([4, 5, 6, 6], [6, 6])
-    assert turn.returned.counts == counts(rows=1, longest=2, tokens=4, context_tokens=1, untrained_tokens=3)
+    assert turn.last_ids == [5]  # the last call decides whether the rollout ended, not what followed it
+    assert turn.returned.counts == counts(rows=1, longest=2, context_tokens=1, untrained_tokens=3)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_one_token_stands_for_a_rollout_that_is_not_trained(rows, stands):
     assert turn.columns[SAMPLING_LOGPS].tolist() == [0.0]
     assert turn.columns[KEPT_COUNTS].tolist() == [0]
     tokens = sum(len(r.ids) for r in rows)
-    assert turn.returned.counts == counts(rows=1, longest=4, tokens=tokens, untrained_tokens=tokens)
+    assert turn.returned.counts == counts(rows=1, longest=4, untrained_tokens=tokens)
 
 
 def test_log_probabilities_and_ids_that_were_sampled_from_follow_their_tokens():
