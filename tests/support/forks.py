@@ -3,9 +3,9 @@
 Importing torch, transformers, TRL and DeepSpeed takes a process ten seconds and more, training a tiny model one or two.
 The fork server of `multiprocessing` imports them once (tests.support.preload) and computes nothing, so what it forks is
 as a fresh interpreter after its imports: no state of Accelerate, no thread of torch, no random number drawn. pytest has
-imported nearly all of it when it has collected the tests, and computed nothing either: the server is its fork. A process
-gets the environment, the arguments and the `__main__` that Accelerate's launcher would have given it (torchrun's, under
-it), and a launch ends as there: where one process fails, the others are told to end.
+imported nearly all of that when it has collected the tests, and has computed nothing: the server is a fork of it. A
+process gets the environment, the arguments and the `__main__` that Accelerate's launcher would have given it
+(torchrun's, under it), and a launch ends as there: where one process fails, the others are told to end.
 
 What libraries read while they are imported cannot change any more: a launch that wants another environment than the
 server's gets fresh interpreters. So do launches on a machine with accelerators, and without fork.
@@ -71,7 +71,7 @@ def server() -> Any:
 
 
 def fork_server() -> None:
-    """Fork the server from this process, before it computes anything; not where it was imported for another environment."""
+    """Fork the server from this process, which has computed nothing yet; not if it began with another environment."""
     if hasattr(os, "fork") and all(os.environ.get(name) == value for name, value in AT_IMPORT.items()):
         multiprocessing.resource_tracker.ensure_running()  # not a fork
         with mock.patch.object(multiprocessing.util, "spawnv_passfds", fork_instead):
