@@ -72,7 +72,7 @@ def server() -> Any:
 
 def fork_server() -> None:
     """Fork the server from this process, which has computed nothing yet; not if it began with another environment."""
-    if hasattr(os, "fork") and all(os.environ.get(name) == value for name, value in AT_IMPORT.items()):
+    if serves(served()) and all(os.environ.get(name) == value for name, value in AT_IMPORT.items()):
         multiprocessing.resource_tracker.ensure_running()  # not a fork
         with mock.patch.object(multiprocessing.util, "spawnv_passfds", fork_instead):
             server()
