@@ -99,7 +99,7 @@ def fork_instead(path: str, args: Sequence[str], descriptors: Sequence[int]) -> 
         for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
             if descriptor > 2 and descriptor not in descriptors:
                 os.dup2(nothing, descriptor)  # not closed: its owner would close another of this number
-        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]  the lock is held: it starts the server
+        multiprocessing.forkserver._forkserver.__init__()  # its lock is held: it starts the server
         exec(args[-1])
     finally:
         os._exit(1)
