@@ -43,7 +43,8 @@ from tests.support import spared
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-WORKER = "tests.support.worker"
+SUPPORT = "tests.support"
+WORKER = f"{SUPPORT}.worker"
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
 AT_IMPORT = {name: value for name, value in SERVED.items() if name != "PYTHONWARNINGS"}
 # read when a run begins and not before (compilers, wandb), the server's own, or about accelerators: there is none
@@ -92,6 +93,8 @@ def fork_instead(path: str, args: Sequence[str], descriptors: Sequence[int]) -> 
         sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
         threading.excepthook = threading.__excepthook__
         logging.root.handlers.clear()
+        for name in [name for name in sys.modules if name.startswith("tests.") and not name.startswith(SUPPORT)]:
+            del sys.modules[name]  # a module of tests may have read the environment of pytest
         sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest")]
         warnings.simplefilter("ignore")
         faulthandler.disable()

@@ -20,6 +20,7 @@ print(json.dumps({
     "gradients": torch.is_grad_enabled(),
     "algorithms": torch.are_deterministic_algorithms_enabled(),
     "precision": str(torch.get_default_dtype()),
+    "tests": [name for name in sys.modules if name.startswith("tests.") and not name.startswith("tests.support")],
     "argv": sys.argv,
 }))
 """
@@ -40,5 +41,6 @@ def test_a_launched_process_has_nothing_of_the_tests(tmp_path):
         "gradients": True,
         "algorithms": False,
         "precision": "torch.float32",
+        "tests": [],  # which may have read the environment of pytest when they were collected
         "argv": [str(script), "an argument"],
     }
