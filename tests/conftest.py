@@ -5,9 +5,12 @@ import gc
 import importlib.metadata
 import logging
 import os
+import sys
 
 import hypothesis
 import pytest
+
+gc.disable()  # until all is imported: none of it is garbage
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may need a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -75,8 +78,19 @@ def freeze():
     gc.freeze()
 
 
-def pytest_collection_finish(session):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    collected = yield
+    gc.enable()
     freeze()
+    return collected
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session):
+    """Launches are forked from what has been imported by now, if they need nearly all of it."""
+    if session.testscollected and "grpo_ext.trainer" in sys.modules and "tests.support.forks" in sys.modules:
+        sys.modules["tests.support.forks"].fork_server()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,9 +2,10 @@
 
 Importing torch, transformers, TRL and DeepSpeed takes a process ten seconds and more, training a tiny model one or two.
 The fork server of `multiprocessing` imports them once (tests.support.preload) and computes nothing, so what it forks is
-as a fresh interpreter after its imports: no state of Accelerate, no thread of torch, no random number drawn. A process
-gets the environment, the arguments and the `__main__` that Accelerate's launcher would have given it (torchrun's, under
-it), and a launch ends as there: where one process fails, the others are told to end.
+as a fresh interpreter after its imports: no state of Accelerate, no thread of torch, no random number drawn. pytest has
+imported nearly all of that when it has collected the tests, and has computed nothing: the server is a fork of it. A
+process gets the environment, the arguments and the `__main__` that Accelerate's launcher would have given it
+(torchrun's, under it), and a launch ends as there: where one process fails, the others are told to end.
 
 What libraries read while they are imported cannot change any more: a launch that wants another environment than the
 server's gets fresh interpreters. So do launches on a machine with accelerators, and without fork.
@@ -14,15 +15,19 @@ import contextlib
 import faulthandler
 import functools
 import json
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -38,8 +43,10 @@ from tests.support import spared
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-WORKER = "tests.support.worker"
+SUPPORT = "tests.support"
+WORKER = f"{SUPPORT}.worker"
 SERVED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+AT_IMPORT = {name: value for name, value in SERVED.items() if name != "PYTHONWARNINGS"}
 # read when a run begins and not before (compilers, wandb), the server's own, or about accelerators: there is none
 LATER = (
     *ranked({}, 2)[0],
@@ -50,13 +57,55 @@ PATIENCE_S = 30.0  # from the end of the first process to that of the others, as
 
 
 @functools.cache
-def server() -> tuple[Any, dict[str, str]]:
-    """The context of the fork server, and the environment that it was started with."""
+def served() -> dict[str, str]:
+    """The environment of the fork server."""
+    return {**os.environ, **SERVED, "PYTHONPATH": PATH}
+
+
+def server() -> Any:
+    """The context of the fork server, which runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.support.preload"])
-    with mock.patch.dict(os.environ, {**SERVED, "PYTHONPATH": PATH}):
+    with mock.patch.dict(os.environ, served(), clear=True):
         multiprocessing.forkserver.ensure_running()
-        return context, dict(os.environ)
+    return context
+
+
+def fork_server() -> None:
+    """Fork the server from this process, which has computed nothing yet; not if it began with another environment."""
+    if serves(served()) and all(os.environ.get(name) == value for name, value in AT_IMPORT.items()):
+        multiprocessing.resource_tracker.ensure_running()  # not a fork
+        with mock.patch.object(multiprocessing.util, "spawnv_passfds", fork_instead):
+            server()
+
+
+def fork_instead(path: str, args: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Fork a process that runs the code of `python -c code`, instead of starting one; returns its number.
+
+    Nothing of pytest's stays in it: streams, hooks, handlers, open files.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if number := os.fork():
+        return number
+    try:
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+        sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+        threading.excepthook = threading.__excepthook__
+        logging.root.handlers.clear()
+        for name in [name for name in sys.modules if name.startswith("tests.") and not name.startswith(SUPPORT)]:
+            del sys.modules[name]  # a module of tests may have read the environment of pytest
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_pytest")]
+        warnings.simplefilter("ignore")
+        faulthandler.disable()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:
+            if descriptor > 2 and descriptor not in descriptors:
+                os.dup2(nothing, descriptor)  # not closed: its owner would close another of this number
+        multiprocessing.forkserver._forkserver.__init__()  # its lock is held: it starts the server
+        exec(args[-1])
+    finally:
+        os._exit(1)
 
 
 def serves(environment: dict[str, str]) -> bool:
@@ -65,7 +114,7 @@ def serves(environment: dict[str, str]) -> bool:
 
     if not hasattr(os, "fork") or sys.platform != "linux" or torch.accelerator.is_available():
         return False
-    _, here = server()
+    here = served()
     other = {name for name in here.keys() | environment.keys() if here.get(name) != environment.get(name)} - {*LATER}
     if other:
         warnings.warn(f"fresh interpreters for a launch: {sorted(other)} differ from those of the server", stacklevel=3)
@@ -76,7 +125,7 @@ def start(command: Sequence[str], environment: dict[str, str], cwd: Path, *files
     """A process that the server forks, with a script or module (`-m name`) and its arguments."""
     for file in files[:2]:
         file.touch()
-    process = server()[0].Process(target=be, args=(list(command), environment, str(cwd), *files))
+    process = server().Process(target=be, args=(list(command), environment, str(cwd), *files))
     process.start()
     return process
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import importlib.metadata
 import importlib.util
 
@@ -19,6 +20,8 @@ assert grpo_ext.GRPOConfig
 assert grpo_ext.GRPOTrainer
 if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed  # noqa: F401  Accelerate looks into it as soon as it is installed
+for kind in ("gpt2", "llama", "qwen2", "qwen2_moe"):  # those of nearly all launches (tests.support.tiny)
+    importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in tests/conftest.py
 importlib.metadata.version = functools.cache(importlib.metadata.version)

@@ -3,6 +3,7 @@
 And what this package does for every run of a model: most tests train the same few, whose forms need one comparison.
 """
 
+import functools
 import hashlib
 import inspect
 import os
@@ -77,12 +78,18 @@ def _key(alone: RowsAlone) -> Hashable:
     )
 
 
-def _functions() -> Iterator[Hashable]:
-    """Functions of the forms and methods of their classes, which tests replace."""
+@functools.cache
+def _places() -> list[tuple[dict[str, Any], str]]:
+    """Where the functions of the forms and the methods of their classes are, which tests replace."""
+    holders: list[Any] = list(_CODE)
     for module in _CODE:
-        for value in vars(module).values():
-            own = isinstance(value, type) and value.__module__.startswith("grpo_ext.")
-            yield from (part for part in (value, *(vars(value).values() if own else ())) if inspect.isroutine(part))
+        values = vars(module).values()
+        holders += (v for v in values if isinstance(v, type) and v.__module__.startswith("grpo_ext."))
+    return [(holder, name) for holder in map(vars, holders) for name in holder if inspect.isroutine(holder[name])]
+
+
+def _functions() -> Iterator[Hashable]:
+    return (holder.get(name) for holder, name in _places())
 
 
 def _has_own_forward(module: torch.nn.Module) -> bool:
