@@ -121,9 +121,9 @@ class MicroBatchLimits:
         `cuttable`: a completion has several rows, which may run one after the other.
         """
         self.failures += 1
-        if largest_rows <= 1 and cuttable and self.tokens is None:
+        if largest_rows <= 1 and self.tokens is None:
             self.tokens = largest_tokens
-        if largest_rows <= 1 and not cuttable:
+        if largest_rows <= 1 and not (cuttable and self.tokens > 2):
             raise MemoryShortageError(
                 f"{what} ran out of memory with one completion of {largest_tokens} tokens (prompt included), the "
                 "smallest micro-batch there is. What helps: gradient_checkpointing=True, a smaller "
