@@ -107,6 +107,9 @@ class Halving:
         return results
 
 
+_FEWEST_TOKENS = 2  # of a micro-batch that is cut by its tokens
+
+
 @dataclass
 class MicroBatchLimits:
     """The size of a micro-batch: as set, or smaller where memory ran out."""
@@ -121,17 +124,17 @@ class MicroBatchLimits:
         `cuttable`: a completion has several rows, which may run one after the other.
         """
         self.failures += 1
-        if largest_rows <= 1 and self.tokens is None:
-            self.tokens = largest_tokens
-        if largest_rows <= 1 and not (cuttable and self.tokens > 2):
+        if largest_rows <= 1 and not (cuttable and self.tokens != _FEWEST_TOKENS):
             raise MemoryShortageError(
                 f"{what} ran out of memory with one completion of {largest_tokens} tokens (prompt included), the "
                 "smallest micro-batch there is. What helps: gradient_checkpointing=True, a smaller "
                 "max_completion_length, bf16=True, LoRA, sharding (FSDP, ZeRO-3), or on several devices "
                 "sequence_parallel_size."
             )
+        if largest_rows <= 1 and self.tokens is None:
+            self.tokens = largest_tokens
         if self.tokens is not None:
-            self.tokens = max(min(self.tokens, largest_tokens) // 2, 2)
+            self.tokens = max(min(self.tokens, largest_tokens) // 2, _FEWEST_TOKENS)
             self.rows = min(self.rows, largest_rows)
             return f"micro_batch_tokens={self.tokens}"
         self.rows = ceil_div(min(self.rows, largest_rows), 2)
