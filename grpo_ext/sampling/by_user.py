@@ -27,7 +27,7 @@ _REMEDY = (
     "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
     "for each prompt, and logprobs, one list of numbers for each prompt or None; further lists (env_mask: 1 for each "
     "token of the model, 0 for others) have one entry for each prompt too. Where a rollout has several rows, "
-    "rollout_ids names the prompt of each row, and these lists have an entry for each row."
+    "rollout_ids gives the number of each row's prompt, and these lists have an entry for each row."
 )
 _OF_ROWS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "kept_ids")
 _KEPT_REMEDY = (

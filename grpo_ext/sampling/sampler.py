@@ -113,7 +113,7 @@ def why_one_row(view: TrainerView) -> str | None:
     if view.takes_images:
         return f"{type(view.policy).__name__} takes images, which belong to the one row of a completion"
     if view.tools:
-        return "tools answer to the end of the one row of a completion; call them in rollout_func"
+        return "tools append to a completion's only row; call them inside rollout_func instead"
     return None
 
 

@@ -207,7 +207,7 @@ class Attempt:
     def _first_modules(self, backward: bool = False) -> dict[int, str]:
         """Run the completions one by one again; by row of the step, the first module where one is not finite."""
         accelerator, (first, *_) = self.forwards.accelerator, self.plan.micro_batches
-        parts = [MicroBatch((row,)) for part in self.plan.micro_batches if part.weight for row in part.rows]
+        parts = self.plan.alone()
         # where a forward or an override is a collective, every process runs as many
         parts += [MicroBatch(first.rows[:1], 0.0)] * (max_over_processes(len(parts)) - len(parts))
         first_by_row: list[tuple[int, str]] = []

@@ -124,9 +124,8 @@ class StepRecord:
             cosine = sum(_dot(*pair) for pair in pairs) / (norm * length) if norm and length else 0.0
             self.gradients[micro_batch.part.rows[0]] = {"norm": norm / scale, "cosine": cosine}
 
-        rows = [MicroBatch((row,)) for part in plan.micro_batches if part.weight for row in part.rows]
         try:
-            run_again(rows, backward)
+            run_again(plan.alone(), backward)
         finally:
             for parameter, gradient in of_step:
                 parameter.grad = gradient

@@ -179,6 +179,11 @@ class StepPlan:
     micro_batches: Sequence[MicroBatch]  # of this process
     form: Form
 
+    def alone(self) -> list[MicroBatch]:
+        """Each completion of this process that counts by itself, in the pieces that it is cut into."""
+        parts = [(part, row) for part in self.micro_batches if part.weight for row in part.rows]
+        return [part if part.piece is not None else MicroBatch((row,)) for part, row in parts]
+
     def token_counts(self) -> tuple[int, int, int]:
         """Unique tokens of the whole step; tokens that this process's forwards hold; and how many are padding."""
         parts = [(part.rows, part.piece) for part in self.micro_batches if part.weight]

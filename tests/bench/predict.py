@@ -1,7 +1,7 @@
 """`make predict`: does what a setting does to one step say what it does to a run? (`trainer.rerun(step, cases=...)`)
 
     python -m tests.bench.predict                            the demo: 10 seeds, six cases, 60 steps; about half an hour
-    python -m tests.bench.predict --demo sums                SmolLM2-135M adds: 3 seeds, four cases; hours
+    python -m tests.bench.predict --demo sums                SmolLM2-135M adds: 3 seeds, four cases, 20 steps; hours
     python -m tests.bench.predict --seeds 2 --steps 4 --at 2 a rehearsal
 
 For each seed a run with the demo's settings, one of its steps run again with every case, and for each case a run of its
@@ -132,8 +132,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--demo", default=EMBEDDED, choices=[EMBEDDED, "sums"])
     parser.add_argument("--seeds", type=int, help="10, with sums 3")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--at", type=int, default=12, help="the step that is run again with each case")
+    parser.add_argument("--steps", type=int, help="60, with sums 20")
+    parser.add_argument("--at", type=int, help="the step that is run again with each case: 12, with sums 6")
     parser.add_argument("--draws", type=int, default=10_000, help="of seeds, for the intervals")
     parser.add_argument("--json", type=Path, help="also write all figures here, after every seed")
     options = parser.parse_args(argv)
@@ -141,6 +141,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     logging.getLogger("grpo_ext").setLevel(logging.WARNING)
     torch.set_num_threads(1 if options.demo == EMBEDDED else torch.get_num_threads())
     large, rows = options.demo == "sums", list[Row]()
+    options.steps, options.at = options.steps or (20 if large else 60), options.at or (6 if large else 12)
     demo = demo_named(f"{ROOT / 'recipes' / 'smollm2.py'}:sums" if large else EMBEDDED)
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="grpo_ext_predict_") as folder:
