@@ -65,9 +65,9 @@ def rollout_metrics(rounds: Sequence[Round], settings: RolloutSettings) -> list[
     total = weighted_sum(rewards_BF, settings.rule.weights_F)
     values += [("reward", torch.nanmean(total).item()), ("reward_std", nan_std(total).item())]
     values.append(("frac_reward_zero_std", settings.rule.zero_std_fraction(rewards_BF)))
-    if counts := [entry.counts for entry in entries if entry.counts]:
-        for name in ("rows", "context_tokens", "untrained_tokens"):
-            values.append((f"rollout/{name}", sum(one[name] for one in counts) / len(counts)))
+    if any(entry.counts for entry in entries):
+        for name, otherwise in (("rows", 1), ("context_tokens", 0), ("untrained_tokens", 0)):
+            values.append((f"rollout/{name}", sum(e.counts.get(name, otherwise) for e in entries) / len(entries)))
     logged = metrics_of([call for part in rounds for call in part.reward_calls])
     values += [(name, exact_mean(numbers)) for name, numbers in logged.items()]
     mass = math.fsum(entry.kept_mass for entry in entries)
