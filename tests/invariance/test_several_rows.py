@@ -223,7 +223,6 @@ DOUBLE = few_of(  # not experts, whose grouped products have no float64, nor a t
             "gspo_kl_biased",
             "luspo_reused",
             "vespo_kl",
-            "routed_terms",
             "own_loss_truncated",
             "kl_biased",
         ),

@@ -21,7 +21,7 @@ from grpo_ext.step.cut_completion import CutCompletion
 
 
 def _rows_of(batch: RolloutBatch) -> torch.Tensor:
-    return torch.tensor([len(rows) for rows in batch.several or [[None]] * len(batch)])
+    return torch.tensor([len(rows) for rows in batch.rows])
 
 
 def row_baseline() -> Any:
