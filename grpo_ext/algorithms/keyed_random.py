@@ -63,8 +63,8 @@ def token_keys(
     Without a group a prompt's are from `rows_B` too: the number of the completion, which may have several rows.
     `prompts_B` and `completions_B` are tokens; the position of a token is that in its row.
     """
-    pairs = [(2 * row + 1 if group is None else 2 * group, 2 * row + 1) for group, row in zip(groups_B, rows_B)]
-    owners = [owner for pair in pairs for owner in pair]
+    pairs = zip(groups_B, rows_B, strict=True)
+    owners = [n for group, row in pairs for n in (2 * row + 1 if group is None else 2 * group, 2 * row + 1)]
     lengths = list(zip(prompts_B, completions_B, strict=True))
     keys = mix(torch.tensor(owners), signed(start)).repeat_interleave(torch.tensor(lengths).flatten())
     return mix(keys, torch.cat([torch.arange(prompt + completion) for prompt, completion in lengths]))

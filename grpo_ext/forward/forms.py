@@ -192,7 +192,7 @@ def _packed(rows: TokenRows, with_router: bool, multiple: int) -> _Layout:
 def _counts_of_pack(rows: TokenRows, runs: Sequence[Sequence[int]], pack: Pack) -> torch.Tensor:
     """`Pack.counts_N` without what earlier rows of a completion have."""
     counts_N, counted, starts = torch.zeros_like(pack.counts_N), rows.counted_N, rows.starts_B
-    for of_run, group in zip(runs, pack.layout.groups):  # the last one may be filling
+    for of_run, group in zip(runs, pack.layout.groups[: len(runs)], strict=True):  # without the filling
         for row, completion in zip(of_run, group.completions, strict=True):
             start = starts[row]
             for begin, end in (group.prompt, completion):

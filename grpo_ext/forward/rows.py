@@ -134,6 +134,8 @@ class TokenRows:
     @property
     def counted_N(self) -> torch.Tensor:
         """1 on each token of all rows, int64, and 0 where an earlier row of the completion has it too."""
+        if self.several is None:
+            return torch.ones_like(self.ids_N)
         lengths = zip(self.lengths_B, self.rows_of, strict=True)
         return torch.cat([(torch.arange(length) >= row.repeated).long() for length, row in lengths])
 

@@ -185,13 +185,14 @@ class RolloutBatch:
             counts = [int(row.clamp(min=0).sum()) for row in columns[KEPT_COUNTS]]
             columns[KEPT_IDS] = Rows(self[KEPT_IDS].values, counts)
         # within a group: whether another group with the same prompt lies beside it depends on the split
-        experts, runs, prompts = columns.get(EXPERTS, Rows.of([[]] * len(pairs))), list[int](), list[Any]()
+        experts, runs, numbers = columns.get(EXPERTS, Rows.of([[]] * len(pairs))), list[int](), itertools.count()
+        of_groups: dict[int, dict[int, Any]] = {group: {} for group in groups}  # prompts by run
         for (_, row), group, experts_NC in zip(pairs, groups, experts, strict=True):
-            # rows of one prompt may have other experts
-            prompt = group if row.shares else None, row.prompt, experts_NC[: len(row.prompt)]
-            alike = [run for run, other in enumerate(prompts) if row.shares and _alike(prompt, other)]
-            runs.append(alike[0] if alike else len(prompts))
-            prompts += [] if alike else [prompt]
+            others = of_groups[group] if row.shares else {}
+            prompt = row.prompt, experts_NC[: len(row.prompt)]  # rows of one prompt may have other experts
+            alike = next((run for run, other in others.items() if all(map(torch.equal, prompt, other))), None)
+            runs.append(next(numbers) if alike is None else alike)
+            others.setdefault(runs[-1], prompt)
         completions, several = list(self.completions), None
         if self.several:
             of_rows = zip(pairs, runs, strict=True)
@@ -229,11 +230,6 @@ class RolloutBatch:
         return batch
 
 
-def _alike(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two prompts are of one group, with the same tokens and experts."""
-    return one[0] == other[0] and all(torch.equal(*pair) for pair in zip(one[1:], other[1:], strict=True))
-
-
 def _spans(mask: Rows) -> list[tuple[int, int]]:
     """For each row, the places of its first 1 and after its last 1; (length, 0) for a row without any."""
     places = [row.nonzero().flatten().tolist() for row in mask]
@@ -265,7 +261,7 @@ def concatenated(parts: Sequence[Mapping[str, Values]]) -> dict[str, Values]:
 def _absent(name: str, part: Mapping[str, Values]) -> Rows | None:
     """A column that a part lacks; None where it has to have it."""
     kind = COLUMNS.get(name, OWN)
-    if name in (FURTHER_ROWS, CONTEXT_IDS):  # each of its completions has one row
+    if kind.extent in ("further", "context"):  # each of its completions has one row
         return Rows(torch.empty(0, dtype=kind.dtype), [0] * len(part[COMPLETION_IDS]))
     if kind.dtype != torch.bool:
         return None

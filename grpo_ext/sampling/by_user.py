@@ -27,7 +27,7 @@ _REMEDY = (
     "It takes (prompts, trainer) and returns a dictionary with prompt_ids and completion_ids, one list of token ids "
     "for each prompt, and logprobs, one list of numbers for each prompt or None; further lists (env_mask: 1 for each "
     "token of the model, 0 for others) have one entry for each prompt too. Where a rollout has several rows, "
-    "rollout_ids gives the number of each row's prompt, and these lists have an entry for each row."
+    "rollout_ids names the prompt of each row, and these lists have an entry for each row."
 )
 _OF_ROWS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "kept_ids")
 _KEPT_REMEDY = (
@@ -104,10 +104,11 @@ class UserRollouts(Engine):
         named = {name: output.pop(name, None) for name in _OF_ROWS}
         named["kept_ids"] = named["kept_ids"] if self.kept_ids else None
         columns: list[list[Any]] = [[None] * len(places) if column is None else column for column in named.values()]
-        returned = [ReturnedRow(*row) for row in zip(*columns, strict=True)]
+        rollouts: list[list[ReturnedRow]] = [[] for _ in rows]
+        for place, *row in zip(places, *columns, strict=True):
+            rollouts[place].append(ReturnedRow(*row))
         turns = []
-        for place in range(len(rows)):
-            of_rollout = [row for row, number in zip(returned, places, strict=True) if number == place]
+        for place, of_rollout in enumerate(rollouts):
             turn = turn_of_rows(of_rollout) if several else of_rollout[0].turn()
             if turn.further and self.one_row is not None:
                 raise RolloutError(

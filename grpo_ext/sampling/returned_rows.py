@@ -6,7 +6,7 @@ context begins a row of its own.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..forward.further_rows import FurtherRow
 from .turn import Returned, Turn
@@ -35,18 +35,21 @@ class ReturnedRow(NamedTuple):
 
     def with_more(self, new: list[int], row: "ReturnedRow") -> "ReturnedRow":
         """Its tokens, `new` ones that the model did not write, and those of another row."""
-        logps, kept = (self.logps, row.logps), (self.kept_ids, row.kept_ids)
+
+        def added(before: list[Any] | None, neutral: Any, after: list[Any] | None) -> list[Any] | None:
+            return None if before is None or after is None else [*before, *[neutral] * len(new), *after]
+
         return self._replace(
             ids=[*self.ids, *new, *row.ids],
-            mask=[*self.mask_of_all, *[0] * len(new), *row.mask_of_all],
-            logps=None if logps[0] is None or logps[1] is None else [*logps[0], *[0.0] * len(new), *logps[1]],
-            kept_ids=None if kept[0] is None or kept[1] is None else [*kept[0], *[[] for _ in new], *kept[1]],
+            mask=added(self.mask_of_all, 0, row.mask_of_all),
+            logps=added(self.logps, 0.0, row.logps),
+            kept_ids=added(self.kept_ids, [], row.kept_ids),
         )
 
 
 def continues(row: ReturnedRow, earlier: ReturnedRow) -> bool:
-    start, stop = len(earlier.prompt_ids), len(earlier.prompt_ids) + len(earlier.ids)
-    return row.prompt_ids[:start] == earlier.prompt_ids and row.prompt_ids[start:stop] == earlier.ids
+    start = len(earlier.prompt_ids)
+    return row.prompt_ids[:start] == earlier.prompt_ids and row.prompt_ids[start : earlier.length] == earlier.ids
 
 
 def chains_of(rows: Sequence[ReturnedRow]) -> list[ReturnedRow]:
@@ -89,7 +92,7 @@ def turn_of_rows(rows: Sequence[ReturnedRow]) -> Turn:
         last_call=next((row.ids for row in reversed(rows) if any(row.mask_of_all)), []),
         counts={
             "rows": len(chains),
-            "longest": max(len(chain.prompt_ids) + len(chain.ids) for chain in chains),  # tokens, context included
+            "longest": max(chain.length for chain in chains),  # tokens, context included
             "context_tokens": sum(len(row.context) for row in further),
             "untrained_tokens": sum(len(row.ids) for row in rows if not any(row.mask_of_all)),
         },

@@ -17,7 +17,6 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from ..algorithms.keyed_random import DROPOUT_STREAM, derive_key
-from ..algorithms.losses import LossConfig
 from ..batching.micro_batches import MicroBatch, MicroBatchLayout, TokenCost, plan_step
 from ..errors import MemoryShortageError, PrecisionError, counted
 from ..forward.columns import ROW
@@ -117,9 +116,13 @@ class Attempt:
                     micro_batch.cut.scores[micro_batch.first_row] = scores.logps_S, scores.entropies_S
         if of_step:
             set_statistics(step, measured, settings.top_entropy_quantile)
-        cfg = replace(loss_config_of(self.planner.view), router_coefficient=None)  # pieces add that term themselves
         for micro_batch in self.micro_batches([MicroBatch((place,)) for place in step.cuts]):
-            step.cuts[micro_batch.part.rows[0]].derive(functools.partial(_whole_loss, cfg, micro_batch))
+            step.cuts[micro_batch.part.rows[0]].derive(functools.partial(self._whole_loss, micro_batch))
+
+    def _whole_loss(self, micro_batch: LossInputs, logps_S: torch.Tensor, entropies_S: torch.Tensor) -> torch.Tensor:
+        """The loss of a completion that is cut, without its routers' term, which the pieces add."""
+        cfg = replace(loss_config_of(self.planner.view), router_coefficient=None)
+        return assemble_loss(cfg, micro_batch, LogProbs(logps_S, entropies_S, None))
 
     def micro_batches(self, parts: Sequence[MicroBatch] | None = None) -> Iterator[LossInputs]:
         for part in self.plan.micro_batches if parts is None else parts:
@@ -222,12 +225,6 @@ class Attempt:
         with temporarily_set(accelerator.gradient_state, sync_gradients=False):  # DeepSpeed would step
             self.run_again(parts, look)
         return dict(sorted(dict(gather_lists(first_by_row)).items()))  # of processes that share a row, the last one's
-
-
-def _whole_loss(
-    cfg: LossConfig, micro_batch: LossInputs, logps_S: torch.Tensor, entropies_S: torch.Tensor
-) -> torch.Tensor:
-    return assemble_loss(cfg, micro_batch, LogProbs(logps_S, entropies_S, None))
 
 
 @dataclass
