@@ -114,7 +114,7 @@ def returned_run(bench: Bench, kind: str, label: str, most: int = 6, **changes: 
     settings = {"rewards": (token_reward,), "rollout_func": CutRollouts(function, most), "trace": True}
     settings |= {**REUSED, "beta": 0.1, "loss_type": "grpo", "importance_sampling_level": "sequence", "max_steps": 3}
     settings["max_completion_length"] = 20
-    return bench.run(name, changes.pop("size", REFERENCE), name=f"{kind}-{label}", **{**settings, **changes})
+    return bench.run(name, changes.pop("size", REFERENCE), name=f"returned-{kind}-{label}", **{**settings, **changes})
 
 
 def returned_runs(bench: Bench, kind: str) -> tuple[CaseRun, CaseRun, CaseRun]:
