@@ -1,8 +1,8 @@
 """Counter-based random numbers: the number of a token depends only on its key, never on a generator's history.
 
-The key is (seed, stream, rollout, prompt, generation, token position); the mixer is SplitMix64's finaliser (Steele,
-Lea, Flood, OOPSLA 2014), written with 64-bit integers that wrap around. Used by sampling.keyed and forward.dropout.
-Shapes: B rows, N tokens, V vocabulary.
+The key is (seed, stream, rollout, prompt, generation, row, position in the row); the mixer is SplitMix64's finaliser
+(Steele, Lea, Flood, OOPSLA 2014), written with 64-bit integers that wrap around. Used by sampling.keyed and
+forward.dropout. Shapes: B rows, N tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -46,9 +46,17 @@ def derive_key(*parts: int) -> int:
 def completion_keys(
     seed: int, stream: int, epoch: int, rollout: int, prompts_B: torch.Tensor, generations_B: torch.Tensor
 ) -> torch.Tensor:
-    """Keys of completions, (B,), int64; `stream` keeps training and evaluation apart."""
+    """Keys of completions, and of their first rows, (B,), int64; `stream` keeps training and evaluation apart."""
     start = torch.full_like(prompts_B, signed(derive_key(seed, stream, epoch, rollout)))
     return mix(mix(start, prompts_B), generations_B)
+
+
+def row_keys(keys_B: torch.Tensor, row: int) -> torch.Tensor:
+    """Keys of completions' rows of this number, (B,), in which positions begin at 0; of row 0 those of completions.
+
+    Negative, the number of a row is no position.
+    """
+    return mix(keys_B, -row) if row else keys_B
 
 
 def token_keys(

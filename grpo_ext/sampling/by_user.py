@@ -137,15 +137,15 @@ def checked_rollout(output: Any, prompts: int, needs_logprobs: str | None, kept_
         raise RolloutError(f"rollout_func returned logprobs=None, and {needs_logprobs}.")
     optional = ("env_mask", "rollout_ids")
     rollout = {name: values for name, values in output.items() if name not in optional or values is not None}
-    for name in (*_REQUIRED, "env_mask"):
-        number = _float_or_none if name == "logprobs" else int
-        if rollout.get(name) is not None:
-            rollout[name] = [[number(value) for value in row] for row in rollout[name]]
-    if kept_ids:
+    named = [name for name in (*_REQUIRED, "env_mask") if rollout.get(name) is not None]
+    for name in (*named, *(["kept_ids"] if kept_ids else [])):
+        number = {"logprobs": _float_or_none, "kept_ids": _ids}.get(name, int)
         try:
-            rollout["kept_ids"] = [[[int(i) for i in among] for among in row] for row in rollout["kept_ids"]]
+            rollout[name] = [[number(value) for value in row] for row in rollout[name]]
         except (KeyError, TypeError, ValueError):
-            raise RolloutError(f"rollout_func returned no kept_ids. {remedy}") from None
+            raise RolloutError(
+                f"rollout_func returned no {name}, or an entry that is not a list of numbers. {remedy}"
+            ) from None
     several, rows = "rollout_ids" in rollout, prompts
     if several:
         rollout["rollout_ids"] = _rollout_ids(rollout["rollout_ids"], prompts, remedy)
@@ -191,6 +191,10 @@ def _rollout_ids(values: Any, prompts: int, remedy: str) -> list[int]:
     if missing := sorted({*range(prompts)} - {*places}):
         raise RolloutError(f"rollout_func returned no row of the prompts {missing}; each needs at least one. {remedy}")
     return places
+
+
+def _ids(among: Any) -> list[int]:
+    return [int(i) for i in among]
 
 
 def _float_or_none(value: Any) -> float | None:  # vLLM does not report all of them

@@ -81,17 +81,23 @@ CASES: dict[tuple[str, str], Callable[[], Any]] = {
 }
 
 
-# what runs in groups of four without --full; all else in pairs
-IN_FOURS = {
-    *(("qwen2", shape) for shape in ("one", "first_tokens")),
-    *((kind, "groups") for kind in ("llama", "qwen3", "mistral", "gemma2", "moe", "gpt_oss", "afmoe")),
-    *{("longrope", "long"), ("router", "masked_out")},
+# what runs without --full in groups of two, and of four
+FEW = {
+    2: {
+        *(("qwen2", shape) for shape in ("groups", "masked_out")),
+        *((kind, "groups") for kind in ("gpt2", "gemma3", "deepseek_v3", "checkpointing")),
+    },
+    4: {
+        *(("qwen2", shape) for shape in ("one", "first_tokens")),
+        *((kind, "groups") for kind in ("llama", "gemma2", "moe", "gpt_oss")),
+        *{("longrope", "long"), ("router", "masked_out")},
+    },
 }
 
 
 def cases_of(size: int, full: bool) -> list[tuple[str, str]]:
-    """The cases that run in groups of a size: all of them with --full, otherwise each in groups of one size."""
-    return [case for case in CASES if full or (case in IN_FOURS) is (size == 4)]
+    """The cases that run in groups of a size: all of them with --full."""
+    return [case for case in CASES if full or case in FEW[size]]
 
 
 def of_kinds(group: SequenceGroup) -> dict[tuple[str, str], list[float]]:

@@ -82,10 +82,8 @@ FEW = [
     Job("saved", SAVED),
     Job("kl", {"beta": 0.1, "num_iterations": 2, "per_device_train_batch_size": 2, "max_steps": 2, **REPLAYED}),
     Job("few", FEW_ROWS),  # one group: others have none
-    Job("teacher", {**REPLAYED, "num_generations": 4, "max_steps": 2}, teacher="moe"),
     Job("whole", {"max_steps": 1}, whole=True),  # the control of FSDP2's gradients
     Job("lora_random", {**FEW_ROWS, "beta": 0.1}, lora=True, start=False, dropout=0.0),
-    Job("lora_dropout", FEW_ROWS, lora=True, start=False),
     Job("seed", {**FEW_ROWS, "seed": 4}),  # the control: this one has to differ
     Job("spoiled", SAVED, spoiled=True),
     Job("fp16", FP16),  # with an overflow on the last process
@@ -96,6 +94,8 @@ FEW = [
 ]
 ALL = [
     Job("routed", ROUTED, model="moe"),
+    Job("teacher", {**REPLAYED, "num_generations": 4, "max_steps": 2}, teacher="moe"),
+    Job("lora_dropout", FEW_ROWS, lora=True, start=False),
     Job("budget", {"micro_batch_tokens": 60, "loss_type": "grpo"}),
     Job("images_few", FEW_ROWS, prompts=8, model="idefics3"),
     Job("changed", {**FEW_ROWS, "beta": 0.1}, changed=True),

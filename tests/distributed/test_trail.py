@@ -8,10 +8,11 @@ from grpo_ext.run.diff import diff
 from grpo_ext.run.record import read_record
 from tests.support.cases import Bench
 from tests.support.launches import run_all
+from tests.support.selection import few_of
 
 
 # with "dapo" a run of one process is compared below
-@pytest.mark.parametrize("case", [pytest.param("dapo", marks=pytest.mark.full), "cut_dynamic", "ahead_gspo"])
+@pytest.mark.parametrize("case", few_of(["dapo", "cut_dynamic", "ahead_gspo"], ["cut_dynamic"]))
 def test_one_and_two_processes_have_one_trail(tmp_path, case):
     bench, folders = Bench(tmp_path), [tmp_path / "1", tmp_path / "2"]
     for processes, folder in enumerate(folders, 1):

@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "kl": ("qwen2", {"beta": 0.1}),
     "fp16": ("qwen2", {"bf16": False, "fp16": True}),
 }
-FULL = ("llama", "kl")  # whose weights are of the kinds of qwen2
+FULL = ("llama", "gemma3", "kl")  # whose weights are of the kinds of qwen2
 WHOLE = 24  # completions of the step
 SPLITS = ((3, 4), (2, 12))  # processes, completions of a micro-batch
 # every loss is divided by the step's counts, and every weight's gradient summed in float32

@@ -58,7 +58,7 @@ LAYOUTS = {
     "large": Layout(2, 8),
 }
 MIXED = ("hybrid", "hybrid_kl", "hybrid_mamba", "hybrid_moe", "ahead_hybrid", "lora_dropout_hybrid")
-FEW = {"gspo_terms": "two", "routed_terms": "pieces", "own_loss_truncated": "three", "lora_dropout": "padded"}
+FEW = {"gspo_terms": "two", "own_loss_truncated": "three", "lora_dropout": "padded"}
 
 
 def case_of(name: str) -> tuple[str, dict[str, Any]]:

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, Callable[[], Dataset], dict[str, Any], dict[str, Any
 }
 
 
-FEW = ("data set, llava", "messages", "environments", "tools, two steps")  # of `make test`
+FEW = ("data set, llava", "environments", "tools, two steps")  # of `make test`
 
 
 @pytest.mark.parametrize("name", few_of(CASES, FEW))

@@ -155,7 +155,7 @@ def test_a_demo_that_is_resumed_goes_on_in_its_folder(demos, cache):
 @pytest.mark.parametrize(
     ("name", "rewards", "steps", "gain"),
     [
-        ("lora", ["sorted_letters_reward"], 20, 0.3),
+        pytest.param("lora", ["sorted_letters_reward"], 20, 0.3, marks=pytest.mark.full),
         pytest.param("two_rewards", ["sorted_letters_reward", "length_penalty"], 1, None, marks=pytest.mark.full),
         ("custom_reward", ["share_in_place"], 1, None),
     ],

@@ -143,7 +143,11 @@ def with_room_for(trainer: GRPOTrainer, tokens: int) -> GRPOTrainer:
 ONE_ROW = 22  # tokens of the longest: 10 of the prompt, 12 of the completion
 
 
-@pytest.mark.parametrize("settings", [{}, {"importance_sampling_level": "sequence", "num_iterations": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param({}, marks=pytest.mark.full), {"importance_sampling_level": "sequence", "num_iterations": 2}],
+    ids=str,
+)
 def test_a_completion_of_several_rows_that_does_not_fit_runs_in_pieces(tmp_path, caplog, settings):
     settings = {"beta": 0.1, "rollout_batch_size": 16, "max_steps": 2, "per_device_train_batch_size": 2, **settings}
     with cutting(Cuts()):

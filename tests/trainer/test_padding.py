@@ -32,9 +32,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "hook_over_rows": (lambda: with_hook(0), "single"),
 }
 SHORT: dict[str, Any] = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 6}
-# of a model, a module, and a hook; of what begins at zero or small. The others are wrong in the same ways, and the mean
+# of a model, a module, and a hook; of what begins at zero. The others are wrong in the same ways, and the mean
 # is the model of the tests below
-FEW = ("recurrent_gemma", "zero", "scale", "hook_over_rows")
+FEW = ("recurrent_gemma", "zero", "hook_over_rows")
 
 
 def forwards_of(trainer: Any) -> list[tuple[int, set[int]]]:

@@ -130,8 +130,7 @@ LOADED: dict[str, Callable[[str], Any]] = {
 }
 KINDS = {"model": MODELS, "adapter": ADAPTERS, "loaded": LOADED}
 QUICK = {
-    *("model-name", "model-changed", "model-headless_name", "adapter-random", "adapter-pissa", "adapter-biases"),
-    *("loaded-other_name", "loaded-two", "loaded-replicated"),
+    *("model-name", "model-changed", "adapter-random", "adapter-pissa", "adapter-biases", "loaded-two"),
 }
 
 

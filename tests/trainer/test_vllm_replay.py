@@ -38,8 +38,7 @@ def furthest_ratio(log: dict[str, Any]) -> float:
 @pytest.mark.parametrize(
     "settings",
     [
-        *(pytest.param(settings, marks=pytest.mark.full) for settings in ({"top_p": 0.6}, {"min_p": 0.3})),
-        {"top_k": 5},
+        *(pytest.param(one, marks=pytest.mark.full) for one in ({"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 5})),
         {"top_p": 0.9, "temperature": 0.7, "vllm_importance_sampling_mode": "token_truncate"},
         {"top_p": 0.9, "generation_kwargs": {"top_k": -1, "min_tokens": 4, "min_p": 0.1}},
     ],

@@ -17,6 +17,8 @@ from grpo_ext.algorithms.keyed_random import (
     choose_by_blocks,
     completion_keys,
     derive_key,
+    mix,
+    row_keys,
     uniform,
 )
 from tests.tolerances import P_VALUE
@@ -38,6 +40,16 @@ def test_keys_of_different_completions_do_not_collide():
     assert len(keys) == 72 * 4096
     # 64 bits: a collision among these would have a chance of 2e-9
     assert len(keys.unique()) == len(keys)
+
+
+def test_every_row_of_a_completion_has_numbers_of_its_own_and_the_first_those_of_the_completion():
+    index = torch.arange(64)
+    keys = completion_keys(42, TRAIN_STREAM, 0, 0, index // 8, index % 8)
+    assert torch.equal(row_keys(keys, 0), keys)
+    numbers = [uniform(row_keys(keys, row), position) for row in range(6) for position in range(32)]
+    # also those of a position in the first row are none of the beginning of a row
+    numbers += [uniform(mix(keys, position), 0) for position in range(32)]
+    assert len(torch.cat(numbers).unique()) == (6 + 1) * 32 * 64
 
 
 NUMBERS = 100_000

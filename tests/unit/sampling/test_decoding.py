@@ -13,8 +13,8 @@ from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 from tests.support.vllm_weights import adapted
 
-FEW = ("qwen2", "llama", "gpt2", "moe", "gemma2", "lora", "lfm2")
-FURTHER = tuple(kind for kind in (*HYBRID, "jamba") if kind not in FEW)
+FEW = ("qwen2", "gpt2", "moe", "gemma2", "lfm2")
+FURTHER = tuple(kind for kind in ("llama", "lora", *HYBRID, "jamba") if kind not in FEW)
 ENDS = [1, 7, 11, 23]
 PROMPTS = [p for p in ([5, 6, 7], [8], [9, 10, 12, 13, 14]) for _ in range(6)]
 

@@ -44,6 +44,9 @@ def test_tensors_and_arrays_become_plain_numbers(kind):
         ({**GOOD, "completion_ids": [[5, 1], []]}, "no tokens of prompt or completion in row 1"),
         ({**GOOD, "logprobs": [[-1.0], [-1.0, -1.0]]}, "1 logprobs for the 2 tokens of completion 0"),
         ({**GOOD, "env_mask": [[1, 1], [1]]}, "1 env_mask for the 2 tokens of completion 1"),
+        ({**GOOD, "logprobs": [[-1.0, -1.0], None]}, "no logprobs, or an entry that is not a list of numbers"),
+        ({**GOOD, "env_mask": [[1, None], [1, 1]]}, "no env_mask, or an entry that is not a list of numbers"),
+        ({**GOOD, "prompt_ids": [3, 4]}, "no prompt_ids, or an entry that is not a list of numbers"),
     ],
 )
 def test_an_invalid_rollout_is_refused_with_the_rule(output, says):

@@ -242,7 +242,9 @@ def fork_launches(monkeypatch):
     [
         # whole groups; sizes that cut them; with stock TRL too below, where it scores on a CPU
         pytest.param({}, [], ["reference", "same", "rounding"], marks=[pytest.mark.full] if STOCK_SCORES else []),
-        ({"float32_weight_gradients": False}, [], ["reference", "rounding", "rounding"]),
+        pytest.param(
+            *({"float32_weight_gradients": False}, [], ["reference", "rounding", "rounding"]), marks=pytest.mark.full
+        ),
         pytest.param(  # stock TRL divides every micro-batch by its own tokens
             {"loss_type": "bnpo", "max_completion_length": 32},
             ["--against", "trl"],
