@@ -54,6 +54,7 @@ PACKING = "tests/unit/batching/test_packing.py"
 RANDOM = "tests/unit/algorithms/test_keyed_random.py"
 ROUTING = "tests/unit/forward/test_routing.py"
 ROWS = "tests/invariance/test_several_rows.py"
+PLAIN_LOOP = "tests/trainer/test_several_rows.py -k plain_loop_over"
 SIZES = "tests/unit/batching/test_sizes.py"
 TURNS = "tests/parity/test_turns.py"
 VARLEN = "tests/unit/forward/test_varlen.py"
@@ -109,7 +110,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {  # by file: before, after, te
     "forward/routing.py": [("known_NK = recorded_NK != BY_ROUTER", "known_NK = recorded_NK > BY_ROUTER + 1", ROUTING)],
     "forward/rows.py": [
         ("attended[:, :width].cumsum(1) > 0", "attended[:, :width].cumsum(1) > 1", f"{PACKED} -k layout"),
-        ("(torch.arange(length) >= row.repeated)", "(torch.arange(length) >= 0)", f"{ROWS} -k routed_terms-pieces"),
+        ("(torch.arange(length) >= row.repeated)", "(torch.arange(length) >= 0)", PLAIN_LOOP),
         ("[completions[row.completion] for row in self.rows_of]", "range(len(self))", f"{ROWS} -k lora_dropout-padded"),
     ],
     "rewards/guard.py": [

@@ -206,7 +206,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "several steps": {"rollout_batch_size": 32, "max_steps": 3, "save_steps": 2},
     "quantile": {"top_entropy_quantile": 0.5},
 }
-FEW = ("bits", "half precision", "own scores")
+FEW = ("bits", "half precision", "adaptive entropy", "own scores")
 
 
 @pytest.mark.parametrize("kind", few_of(KINDS, FEW))
