@@ -171,6 +171,7 @@ def test_a_generate_of_the_models_own_is_asked_by_every_process_for_its_share(bo
         assert process["parameters"] == pytest.approx(alone["parameters"], rel=UPDATE)
 
 
+@pytest.mark.full
 def test_images_that_an_environment_shows_reach_the_process_that_trains_on_them(both, tmp_path):
     """Groups, and so their rows, are scored by another process than trains on them."""
     alone = tasks.shown_images(tmp_path, 3)

@@ -105,13 +105,18 @@ def bits_run(bench: Bench, name: str, size: int) -> CaseRun:
     return run_of(bench, name, f"{size}-bits", size, bitwise_invariant=True, trace=True, cuts=Cuts())
 
 
-RETURNED = {"given": (1, "rollout_func_few", given_rollout), "generated": (2, "generated", generated_rollout)}
+# processes, the case of the matrix, what it returns, and whether every process returns rollouts of several rows
+RETURNED = {
+    "given": (1, "rollout_func_few", given_rollout, True),
+    "generated": (2, "generated", generated_rollout, True),
+    "given on one": (2, "rollout_func_few", given_rollout, False),
+}
 
 
 def returned_run(bench: Bench, kind: str, label: str, most: int = 6, **changes: Any) -> CaseRun:
     """A run whose `rollout_func` returns rollouts of up to `most` rows."""
-    _, name, function = RETURNED[kind]
-    settings = {"rewards": (token_reward,), "rollout_func": CutRollouts(function, most), "trace": True}
+    _, name, function, everywhere = RETURNED[kind]
+    settings = {"rewards": (token_reward,), "rollout_func": CutRollouts(function, most, everywhere), "trace": True}
     settings |= {**REUSED, "beta": 0.1, "loss_type": "grpo", "importance_sampling_level": "sequence", "max_steps": 3}
     settings["max_completion_length"] = 20
     return bench.run(name, changes.pop("size", REFERENCE), name=f"returned-{kind}-{label}", **{**settings, **changes})

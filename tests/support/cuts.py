@@ -81,13 +81,15 @@ class CutRollouts:
 
     function: Callable[..., dict[str, Any]]
     most: int = MOST
+    everywhere: bool = True  # or on the first process alone
 
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         output = self.function(prompts, trainer)
+        most = self.most if self.everywhere or trainer.accelerator.is_main_process else 1
         names = [name for name in ("logprobs", "env_mask", "kept_ids") if output.get(name) is not None]
         rows: dict[str, list[Any]] = {name: [] for name in ("rollout_ids", "prompt_ids", "completion_ids", *names)}
         for number, (prompt, ids) in enumerate(zip(output["prompt_ids"], output["completion_ids"], strict=True)):
-            places = places_of((prompt, ids), len(ids), self.most)
+            places = places_of((prompt, ids), len(ids), most)
             for start, stop in zip([0, *places], [*places, len(ids)], strict=True):
                 rows["rollout_ids"].append(number)
                 rows["prompt_ids"].append([*prompt, *ids[:start]])

@@ -256,6 +256,7 @@ def test_the_masks_of_dropout_are_those_of_the_step(tmp_path, monkeypatch):
     assert {parts[-1] for parts in calls} >= {2}
 
 
+@pytest.mark.full
 def test_a_step_of_a_vllm_run_has_cases_and_its_corrections_are_those_of_the_run(tmp_path, monkeypatch):
     stand_in(monkeypatch.setattr)
     engine = {"use_vllm": True, "vllm_mode": "colocate", "vllm_check": False, "max_steps": 2}

@@ -143,6 +143,7 @@ def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_
     assert error(expected, change(with_tools(tmp_path / "other", family, other, **settings))) > DIFFERENT
 
 
+@pytest.mark.full
 def test_with_shown_images_a_resumed_run_has_the_same_bits_in_other_micro_batches(tmp_path):
     whole = change(with_tools(tmp_path / "whole", per_device_train_batch_size=8, **EXACT))
     assert torch.equal(whole, resumed(with_tools(tmp_path / "whole", per_device_train_batch_size=3, **EXACT)))

@@ -153,6 +153,7 @@ def tracked(tmp_path, monkeypatch):
     wandb.finish()
 
 
+@pytest.mark.full
 def test_wandb_gets_the_table_of_conversations_with_tools(tmp_path, tracked, caplog):
     calls = always_calling() | {"report_to": "wandb", "log_completions": True, "max_steps": 1}
     model = tiny_model(max_position_embeddings=4096)

@@ -247,8 +247,10 @@ def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "replay"),
-    [({"model": "moe", **REUSED}, ROUTING), ({"top_p": 0.6, "num_iterations": 2}, REPLAY)],
-    ids=["experts", "masks"],
+    [
+        pytest.param({"model": "moe", **REUSED}, ROUTING, id="experts"),
+        pytest.param({"top_p": 0.6, "num_iterations": 2}, REPLAY, id="masks", marks=pytest.mark.full),
+    ],
 )
 def test_the_split_and_the_form_change_nothing(tmp_path, settings, replay):
     def update(name: str, **more: Any) -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_a_server_samples_with_the_adapter_of_the_step(tmp_path, serving, lag):
     assert ratios(trainer) == pytest.approx([1.0] * len(ratios(trainer)), abs=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{"vllm_lora": False}, {"rank": 16}])
+@pytest.mark.parametrize("settings", [{"vllm_lora": False}, pytest.param({"rank": 16}, marks=pytest.mark.full)])
 def test_weights_are_sent_where_the_adapter_is_not_and_teach_the_same(tmp_path, serving, settings):
     trainer = adapted(tmp_path / "merged", **settings)
     merged = change(trainer)
@@ -119,6 +119,7 @@ def test_a_server_with_other_weights_ends_the_run_in_its_first_rollout_batch(tmp
     make(tmp_path / "off", **settings, vllm_check=False, max_steps=1).train()
 
 
+@pytest.mark.full
 def test_dropout_does_not_depend_on_the_split_where_ratios_are_corrected(tmp_path, serving):
     """The sampler, and the log-probabilities that it is compared with, have no masks."""
 
@@ -147,6 +148,7 @@ def test_weights_that_stop_arriving_end_the_run(tmp_path, server):
     assert trainer.state.global_step > 0
 
 
+@pytest.mark.full
 def test_without_seeds_a_run_samples_other_completions_every_time(tmp_path, server):
     settings = {**SERVER, "max_steps": 1}
     assert torch.equal(change(make(tmp_path / "a", **settings)), change(make(tmp_path / "b", **settings)))

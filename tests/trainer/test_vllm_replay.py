@@ -195,6 +195,7 @@ def test_the_experts_of_the_engine_are_replayed(tmp_path, routed_engines, monkey
     assert (log["sampling/sampling_logp_difference/mean"] > METRIC) == (chosen == "others")
 
 
+@pytest.mark.full
 def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path, routed_engines):
     few = {"max_completion_length": 48, "max_tool_calling_iterations": 1, "vllm_importance_sampling_correction": False}
     trainer = trained(tmp_path, **{**always_calling(), **few})

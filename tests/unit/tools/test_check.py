@@ -363,6 +363,7 @@ def test_dropout_makes_a_split_differ_and_is_blamed(fork_launches, tmp_path):
     assert report.results[1].gradient_error > 1e-2
 
 
+@pytest.mark.full
 @stock_scores
 def test_stock_trl_is_not_compared_with_dropout(fork_launches, tmp_path):
     dropping = saved(tmp_path / "gpt2", TRAINED, tiny_model("gpt2", resid_pdrop=0.2))

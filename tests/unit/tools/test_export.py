@@ -57,6 +57,7 @@ def test_a_full_model_is_the_trained_one_as_stored_or_converted(full, tmp_path, 
         assert words in card
 
 
+@pytest.mark.full
 def test_a_model_with_images_and_a_merged_adapter_is_the_trained_one_and_has_its_processor(tmp_path, monkeypatch):
     image_model("idefics3").save_pretrained(tmp_path / "idefics3")
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "idefics3")
