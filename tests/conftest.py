@@ -45,6 +45,7 @@ LONGEST = (
     "invariance/test_resume",
     "recipes/test_recipe",
     "invariance/test_sequence_parallel",
+    "invariance/test_several_rows",
     "invariance/test_tools",
     "distributed/test_engines",
     "invariance/test_bitwise",

@@ -57,6 +57,7 @@ LAYOUTS = {
     "shared": Layout(2, 2, {"sequence_parallel_size": 2}, ("rollout_lag", "forward")),
     "large": Layout(2, 8),
 }
+CUTTING, OTHERS = ("pieces", "two", "prefix", "three"), ("padded", "shared", "large")
 MIXED = ("hybrid", "hybrid_kl", "hybrid_mamba", "hybrid_moe", "ahead_hybrid", "lora_dropout_hybrid")
 FEW = {"gspo_terms": "two", "own_loss_truncated": "three", "lora_dropout": "padded"}
 
@@ -73,10 +74,11 @@ def fits(name: str, layout: str) -> bool:
 
 
 def layouts_of(name: str) -> list[str]:
-    """Two layouts of each case, one of which is in one process with a budget that cuts completions."""
-    others = [layout for layout in list(LAYOUTS)[1:] if fits(name, layout)]
+    """A layout of each case whose budget cuts completions, and of every second one a layout that does not."""
     place = NAMES.index(name)
-    return list(dict.fromkeys([*([FEW[name]] if name in FEW else []), "pieces", others[place % len(others)]]))
+    cutting, others = ([one for one in layouts if fits(name, one)] for layouts in (CUTTING, OTHERS))
+    found = [*([FEW[name]] if name in FEW else []), cutting[place % len(cutting)]]
+    return list(dict.fromkeys([*found, *([others[place // 2 % len(others)]] if place % 2 else [])]))
 
 
 def run_of(bench: Bench, name: str, label: str, size: int = REFERENCE, **changes: Any) -> CaseRun:
