@@ -46,6 +46,7 @@ LONGEST = (
     "recipes/test_recipe",
     "invariance/test_sequence_parallel",
     "invariance/test_several_rows",
+    "unit/tools/test_gpu_measure",
     "invariance/test_tools",
     "distributed/test_engines",
     "invariance/test_bitwise",
