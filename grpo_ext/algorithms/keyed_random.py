@@ -52,9 +52,9 @@ def completion_keys(
 
 
 def row_keys(keys_B: torch.Tensor, row: int) -> torch.Tensor:
-    """Keys of completions' rows of this number, (B,), in which positions begin at 0; of row 0 those of completions.
+    """Keys of one row of each completion, (B,), for turns that begin a row. Row 0 has those of the completions.
 
-    Negative, the number of a row is no position.
+    Positions begin at 0 in a row; its number is negative in the key, so that none of them is taken for it.
     """
     return mix(keys_B, -row) if row else keys_B
 
