@@ -67,10 +67,14 @@ def case_of(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def fits(name: str, layout: str) -> bool:
-    """Whether a case may run in a layout: models with recurrent layers have neither prefixes nor sequence slices."""
+    """Whether a case may run in a layout: models with recurrent layers have neither prefixes nor sequence slices.
+
+    In half precision another form rounds otherwise, and a token near the bound of its clip is clipped or not.
+    """
     case, settings = case_of(name)
     config = {**CASES[case].config, **settings}
-    return not ({*config} & {*LAYOUTS[layout].refused} or (name in MIXED and layout in ("prefix", "shared")))
+    without = (name in MIXED and layout in ("prefix", "shared")) or (config.get("bf16", False) and layout == "prefix")
+    return not ({*config} & {*LAYOUTS[layout].refused} or without)
 
 
 def layouts_of(name: str) -> list[str]:
