@@ -31,7 +31,7 @@ def pack(values: Any, pin_memory: bool = False) -> tuple[Any, torch.Tensor]:
 
 
 def unpack(replaced: Any, buffer: torch.Tensor, copied: bool = True) -> Any:
-    """The values of `pack`, with tensors that may be written to; those that are not `copied` hold the whole buffer."""
+    """The values of `pack`, with tensors that may be written to; unless `copied`, each holds the whole buffer."""
     start = 0
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:

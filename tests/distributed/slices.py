@@ -96,7 +96,7 @@ FEW = {
 
 
 def cases_of(size: int, full: bool) -> list[tuple[str, str]]:
-    """The cases that run in groups of a size: all of them with --full."""
+    """The cases that run in groups of a size: with --full all of them."""
     return [case for case in CASES if full or case in FEW[size]]
 
 

@@ -129,9 +129,7 @@ LOADED: dict[str, Callable[[str], Any]] = {
     "head": lambda name: adapted(name, ADAPTERS["head"]()),
 }
 KINDS = {"model": MODELS, "adapter": ADAPTERS, "loaded": LOADED}
-QUICK = {
-    *("model-name", "model-changed", "adapter-random", "adapter-pissa", "adapter-biases", "loaded-two"),
-}
+QUICK = {"model-name", "model-changed", "adapter-random", "adapter-pissa", "adapter-biases", "loaded-two"}
 
 
 def each(*names: str) -> list[Any]:

@@ -59,8 +59,7 @@ CASES: dict[str, Any] = {
 # each of them is in one of the last two cases, or in "both lengths"
 FULL = {
     *("top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "temperature"),
-    *("repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens", "bad_words_ids"),
-    *("renormalize_logits", "remove_invalid_values", "suppress_tokens", "both lengths"),
+    *("repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens"),
 }
 OWN_TOKENS = {name for options in CASES.values() for name in options} - {"cache_implementation"}
 OWN_TOKENS |= {"do_sample", "max_new_tokens", "pad_token_id", "stop_strings"}

@@ -360,8 +360,8 @@ def test_a_measurement_without_a_gpu_says_so(monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_a_rehearsal_runs_every_part(tmp_path):
-    """But those that run other shapes by the same script, which `make rehearse-gpu` runs too."""
+def test_a_rehearsal_runs_a_part_of_every_script(tmp_path):
+    """`make rehearse-gpu` also runs the parts that are left out here: other shapes by the same script."""
     rehearsed = [part for part in parts.PARTS if part.name not in ("long sequences", "shared prompt", "1.7B")]
     file, names = tmp_path / "gpu.json", [part.name for part in rehearsed]
     # three times what a GPU gets: a part has its share of it, also on a machine that does other work
