@@ -69,9 +69,13 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
     if config.getoption("--full"):
         return
-    # by the marker: a folder of that name is among an item's keywords too
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=[item for item in items if left_to_full(item)])
+    items[:] = [item for item in items if not left_to_full(item)]
+
+
+def left_to_full(item):
+    """By the marker: a folder of that name is among an item's keywords too."""
+    return any(not mark.args or item.callspec.id in mark.args for mark in item.iter_markers("full"))
 
 
 def freeze():
@@ -115,8 +119,9 @@ def stock_results(lasting, request):
     kept.folder = lasting("stock")
     if request.config.getoption("--full"):
         os.environ[spared.FULL] = "1"
+    else:  # with --full in launches alone, where many runs have one model
+        spared.remember_comparisons()
     spared.spare()
-    spared.remember_comparisons()
 
 
 @pytest.fixture(autouse=True)

@@ -48,7 +48,8 @@ def toy(folder: Path) -> Demo:
     return Demo(lambda model: DemoTask("a toy", folder, reward_funcs=[letter_reward], **data), settings)
 
 
-@pytest.mark.parametrize("demo", [toy, pytest.param(lambda folder: demo_named(EMBEDDED), marks=pytest.mark.full)])
+@pytest.mark.parametrize("demo", [toy, lambda folder: demo_named(EMBEDDED)])
+@pytest.mark.full
 def test_the_study_runs(demo, tmp_path, monkeypatch, capsys):
     cases = [{"epsilon": 0.02}, {"learning_rate": 1e-3}, {"scale_rewards": "none"}]
     monkeypatch.setattr(predict, "DEMO_CASES", cases)

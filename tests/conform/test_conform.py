@@ -51,6 +51,7 @@ WEIGHTS: dict[str, Weights] = {
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.full
 def test_the_loop_has_the_gradient_of_a_second_implementation(name):
     assert error(by_hand(WEIGHTS[name]), exact_gradient(name)) < RIGHT / 10
     other = next(weights for key, weights in WEIGHTS.items() if key != name)
@@ -121,6 +122,7 @@ def test_a_planted_fault_shows_at_its_arithmetic_size(fault):
 
 
 @pytest.mark.parametrize("name", few_of(DEFAULTS["OBJECTIVES"], ("dapo", "grpo, KL", "dapo, load balance")))
+@pytest.mark.full("dapo, load balance", "grpo, KL")
 def test_this_package_makes_the_exact_update(name):
     """One split that no other trainer takes; the others are in the table."""
     adapter = load(str(ADAPTERS / "grpo_ext.py"))
@@ -130,6 +132,7 @@ def test_this_package_makes_the_exact_update(name):
     assert cell(adapter, objective, Split(5), wanted, torch.float64)["error"] < RIGHT
 
 
+@pytest.mark.full
 def test_rules_for_rollouts_of_several_rows_are_as_wrong_as_the_page_says():
     assert f"\n{rules()}\n" in (ROOT / "docs" / "conform.md").read_text()
 

@@ -17,6 +17,7 @@ from grpo_ext.runtime import collectives as exchange
 from grpo_ext.step import gradients
 from tests.distributed.tasks import RANK, save, trainer_of
 from tests.support.launch import leave
+from tests.support.selection import selected
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.trainers import WithoutSuper, change
@@ -119,10 +120,17 @@ if importlib.util.find_spec("trl.experimental.gmpo") is not None:  # since TRL 1
     LEARNING["gmpo"] = lambda folder: trainer_of(folder, cls=with_gmpo(), num_iterations=2, **UNEVEN)
 
 
+# with --full alone
+FULL = (
+    *("rollout of several rounds", "gmpo", "hook", "comparison", "gathers", "objects of the loss"),
+    *("rollout function", "send ahead", "without super", "field of one", "turns", "evaluation, memory"),
+)
+
+
 def learned(folder: Path) -> dict[str, Any]:
     """What each user's code learned, and what it counted."""
     results = {}
-    for name, build in LEARNING.items():
+    for name, build in selected(LEARNING, FULL).items():
         trainer = build(folder / name)
         results[name] = change(trainer), getattr(trainer, "counted", [])
     return results
@@ -286,7 +294,7 @@ FAILING: dict[str, Callable[[Path], Any]] = {
 def failed(folder: Path) -> dict[str, Any]:
     """The errors on this process, or what was logged where there was none."""
     results = {}
-    for name, fail in FAILING.items():
+    for name, fail in selected(FAILING, FULL).items():
         try:
             trainer = fail(folder / name)
         except Exception as error:

@@ -32,6 +32,7 @@ from tests.support.images import Gallery, calling, image_model, image_processor,
 from tests.support.launch import leave
 from tests.support.own_generate import Sampler
 from tests.support.padding import CausalMean, with_module
+from tests.support.selection import selected
 from tests.support.tiny import letter_reward, prompts, tiny_model
 from tests.support.trainers import change, log_of, make, on, parameters
 
@@ -322,8 +323,10 @@ TASKS: dict[str, Callable[[Path], Any]] = {
     **{what: functools.partial(packs_on_one, what=what) for what in ("fault", "refusal")},
     **{f"changed, {n} groups": functools.partial(changed_rollouts, groups=n) for n in (3, 1)},
 }
+# with --full alone
+FULL = ("images", "own model", "shared disk", "refusal", "changed, 1 groups")
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    save(folder, {name: task(folder / name) for name, task in TASKS.items()})
+    save(folder, {name: task(folder / name) for name, task in selected(TASKS, FULL).items()})
     leave(folder)

@@ -4,6 +4,7 @@ Also errors on one process, which every process hears of wherever it is.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.tolerances import DIFFERENT, UPDATE
 
 FAULT = "KeyError: 'a fault'"
 BESIDE = f"ProcessError: process 1 failed: {FAULT}"
+OF_MAIN = f"ProcessError: process 0 failed: {FAULT}"
 OF_REWARD = f"RewardError: reward function 'reward' raised {FAULT}"
 
 
@@ -31,7 +33,11 @@ def alone(tmp_path_factory):
     return collectives.learned(tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("name", collectives.LEARNING)
+def marked(name: str, *values: Any) -> Any:
+    return pytest.param(name, *values, marks=[pytest.mark.full] if name in collectives.FULL else [])
+
+
+@pytest.mark.parametrize("name", map(marked, collectives.LEARNING))
 def test_code_of_users_that_holds_collectives_learns_the_same_on_two_processes(both, alone, name):
     for learned, _ in both:
         if name == "control":
@@ -56,11 +62,10 @@ def test_what_is_gathered_in_the_loss_are_the_rows_of_micro_batches_that_count(b
 @pytest.mark.parametrize(
     ("place", "errors"),
     [
-        *((place, (BESIDE, FAULT)) for place in ("loss", "rollout", "comparison", "evaluation")),
-        *((place, (BESIDE, FAULT)) for place in ("sum", "wait", "copy")),
-        *((place, (FAULT, f"ProcessError: process 0 failed: {FAULT}")) for place in ("send", "send ahead")),
+        *(marked(place, (BESIDE, FAULT)) for place in ("loss", "rollout", "comparison", "evaluation")),
+        *(marked(place, (BESIDE, FAULT)) for place in ("sum", "wait", "copy")),
+        *(marked(place, (FAULT, OF_MAIN)) for place in ("send", "send ahead", "rollout function")),
         ("reward", (f"ProcessError: process 1 failed: {OF_REWARD}", OF_REWARD)),
-        ("rollout function", (FAULT, f"ProcessError: process 0 failed: {FAULT}")),
     ],
 )
 def test_an_error_of_one_process_is_raised_on_every_process(both, place, errors):
@@ -80,16 +85,16 @@ OFTEN = "ProcessError: processes run different collectives: process 0 is at"
 @pytest.mark.parametrize(
     ("name", "begins", "why"),
     [
-        ("evaluation, memory", "MemoryShortageError: an evaluation ran out of memory", ""),
-        ("gathers", OFTEN, ""),  # on one process more often than on the other
+        marked("evaluation, memory", "MemoryShortageError: an evaluation ran out of memory", ""),
+        marked("gathers", OFTEN, ""),  # on one process more often than on the other
         ("reward with a lag", "", "a collective on the thread that samples ahead"),
         # needs equal shares
-        ("turns", "RolloutError: ", "_generate_single_turn gathers, and"),
-        ("field of one", "RolloutError: ", "extra came with some completions"),
-        ("without super", "RolloutError: ", "does not call super(): it would sample 4 to 8 completions"),
+        marked("turns", "RolloutError: ", "_generate_single_turn gathers, and"),
+        marked("field of one", "RolloutError: ", "extra came with some completions"),
+        marked("without super", "RolloutError: ", "does not call super(): it would sample 4 to 8 completions"),
         # no collectives of the accelerator, where rows may not count
         ("objects", OTHERS, "leaves a process without prompts"),
-        ("objects of the loss", OTHERS, "may repeat micro-batches with weight zero"),
+        marked("objects of the loss", OTHERS, "may repeat micro-batches with weight zero"),
     ],
 )
 def test_what_cannot_run_alike_ends_on_both_processes_and_is_named(both, name, begins, why):

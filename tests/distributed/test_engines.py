@@ -92,6 +92,7 @@ FEW = [
     Job("again", SAVED, again="saved"),
     Job("shards", LAST, env=SHARDS),  # last: the environment stays
 ]
+FULL = ("lora_random", "spoiled", "shared", "again")  # of them, with --full alone
 ALL = [
     Job("routed", ROUTED, model="moe"),
     Job("teacher", {**REPLAYED, "num_generations": 4, "max_steps": 2}, teacher="moe"),
@@ -195,6 +196,8 @@ def launches(folder, request):
         jobs = [job for job in (ALL if whole else FEW) if engine == "fsdp2" or not job.whole]
         if engine == "zero3":  # refuses it
             jobs = [job for job in jobs if job.start is True]
+        if not full:
+            jobs = [job for job in jobs if job.name not in FULL]
         if engine.startswith("zero"):  # has a loss scale of its own
             jobs = [job for job in jobs if job.name != "fp16"]
         if engine == "single":
@@ -265,6 +268,7 @@ def test_the_update_and_the_log_are_those_of_one_process(launches, engine, proce
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
+@full
 def test_the_reference_is_the_policy_at_its_start(launches, engine, processes):
     several = launches(engine, processes)
     for name in several.keys() & {"changed", "lora_random", "kl_nameless"}:
@@ -284,6 +288,7 @@ def test_a_run_is_resumed_where_it_was(launches, engine, processes):
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES)
+@full
 def test_a_step_runs_again(launches, folder, engine, processes):
     several = launches(engine, processes)
     assert gap(several["saved"], several["again"]) <= 1e-6
@@ -353,6 +358,7 @@ def test_an_overflow_on_one_process_skips_the_step_on_all(launches, engine):
 
 
 @pytest.mark.parametrize(("engine", "processes"), ENGINES[:4])
+@full
 def test_a_gradient_that_is_not_finite_on_one_process_ends_the_run_on_all(launches, folder, engine, processes):
     result = launches(engine, processes)["spoiled"]
     assert re.match(r"the norm of the gradient of step 2 is (nan|inf|-1): it comes from the completions", result.error)

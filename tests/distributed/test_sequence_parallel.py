@@ -104,6 +104,7 @@ def test_what_cannot_be_shared_is_refused_by_name(ranks, name, words):
         assert re.search(words, rank["refusals"][name]), rank["refusals"][name]
 
 
+@pytest.mark.full
 def test_a_step_of_shared_completions_runs_again(ranks):
     text, rows, _ = ranks[0]["step again"]
     assert text == "step 2: the same bits"

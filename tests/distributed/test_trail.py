@@ -29,6 +29,7 @@ def test_one_and_two_processes_have_one_trail(tmp_path, case):
     ]
 
 
+@pytest.mark.full
 def test_a_run_that_is_resumed_on_two_processes_has_the_trail_of_one(tmp_path):
     bench, saves = Bench(tmp_path), {"save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
     one, two = (str(tmp_path / str(processes)) for processes in (1, 2))

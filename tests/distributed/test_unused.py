@@ -9,6 +9,7 @@ import torch
 
 from tests.distributed import unused
 from tests.support.launch import on_processes
+from tests.support.selection import few_of
 from tests.support.trainers import error
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -25,7 +26,7 @@ def of(folder: Path, name: str, rank: int) -> tuple[torch.Tensor, list[Any]]:
     return torch.load(folder / f"{name}_{rank}.pt"), json.loads((folder / f"{name}_{rank}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["sgd", pytest.param(unused.FULL, marks=pytest.mark.full), "bitwise", "clamp"])
+@pytest.mark.parametrize("name", few_of(["sgd", "adamw", "bitwise", "clamp"], ["sgd", "bitwise"]))
 def test_experts_that_only_fillers_choose_do_not_move(apart, tmp_path, name):
     alone, used = unused.run(tmp_path, name)
     assert all(0 < len(step) < 24 for step in used)
@@ -47,6 +48,7 @@ def test_a_hook_may_be_on_one_process_alone(apart):
     assert all(error(plain, of(apart, "watched", rank)[0]) < UPDATE for rank in range(3))
 
 
+@pytest.mark.full
 def test_all_processes_learn_the_same_from_a_hook_that_draws_noise(apart):
     updates = [of(apart, "noise", rank)[0] for rank in range(3)]
     assert torch.equal(updates[0], updates[1])

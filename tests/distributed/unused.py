@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from tests.support import spared
 from tests.support.experts import with_experts
 from tests.support.launch import leave
+from tests.support.selection import selected
 from tests.support.tiny import prompts
 from tests.support.trainers import change, make, on
 
@@ -27,7 +27,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "noise": SGD,
     "watched": SGD,
 }
-FULL = "adamw"  # with --full alone: in "bitwise" the same optimizer
+# with --full alone: in "bitwise" is the optimizer of the first; hooks
+FULL = ("adamw", "clamp", "noise")
 HOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamp": lambda gradient: gradient.clamp(-1e-3, 1e-3) * (gradient > 0),
     "noise": lambda gradient: gradient + 1e-3 * torch.randn_like(gradient),
@@ -62,7 +63,7 @@ def run(folder: Path, name: str, reward: Any = one_group_teaches, **changes: Any
 
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-    for name in [name for name in RUNS if name != FULL or spared.FULL in os.environ]:
+    for name in selected(RUNS, FULL):
         update, used = run(folder, name)
         torch.save(update, folder / f"{name}_{rank}.pt")
         (folder / f"{name}_{rank}.json").write_text(json.dumps(used))

@@ -60,6 +60,7 @@ def test_all_completions_of_a_prompt_have_a_probability_of_one():
         torch.testing.assert_close(policy.mean(torch.ones_like(REWARDS_PN)), torch.ones(4).double())
 
 
+@pytest.mark.full
 def test_group_estimators_have_the_factors_that_algebra_gives():
     reward = exact(of.expected_reward)
     for estimator, factor in ((group_centered, CENTRED), (leave_one_out, 1.0)):
@@ -70,6 +71,7 @@ def test_group_estimators_have_the_factors_that_algebra_gives():
     assert apart(exact(above), fitted) > 0.01  # a length-weighted baseline holds a completion's own reward and length
 
 
+@pytest.mark.full
 def test_objectives_meet_where_they_are_the_same():
     reward = exact(of.expected_reward)
     assert apart(exact(of.pass_at(1)), reward) < ROUNDING

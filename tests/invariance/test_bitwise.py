@@ -6,7 +6,7 @@ import torch
 from grpo_ext.forward import choice
 from grpo_ext.tools.check.runs import Run
 from grpo_ext.tools.stock import OURS
-from tests.support.cases import CASES, QUANTISED, Bench
+from tests.support.cases import CASES, Bench
 from tests.support.launches import REFERENCE, SIZES, Launches, metric_difference
 from tests.support.tiny import tiny_model
 from tests.support.trainers import change, error, make
@@ -21,7 +21,6 @@ ALWAYS = {
     "moe": 4,  # a statistic of the step
     "few_groups": 3,  # a process without a group
     "truncated": 3,  # units of a single row, where kernels round by alignment
-    next(iter(QUANTISED), "kl_lora"): 2,
 }
 EXACT = {"bitwise_invariant": True, "adam_epsilon": 1e-8, "weight_decay": 0.1, "max_grad_norm": 0.5}
 

@@ -36,11 +36,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "kl": ("qwen2", {"beta": 0.1}),
     "fp16": ("qwen2", {"bf16": False, "fp16": True}),
 }
-FULL = ("llama", "gemma3", "kl")  # whose weights are of the kinds of qwen2
+# whose weights are of the kinds of qwen2, or multiplied as its are
+FULL = ("llama", "gemma3", "kl", "gpt2", "lora", "checkpointing")
 WHOLE = 24  # completions of the step
 SPLITS = ((3, 4), (2, 12))  # processes, completions of a micro-batch
 # every loss is divided by the step's counts, and every weight's gradient summed in float32
-ACROSS_PROCESSES = {"moe": SPLITS[:1], "kl_lora": SPLITS[:1], "grpo": (), "bnpo": (), "gpt2": (), "checkpointing": ()}
+ACROSS_PROCESSES = {"moe": SPLITS[:1], "kl_lora": (), "grpo": (), "bnpo": (), "gpt2": (), "checkpointing": ()}
 
 
 def step(folder: Any, kind: str, size: int, **settings: Any) -> torch.Tensor:

@@ -23,8 +23,7 @@ NAMES = [name for name in CASES if name not in REFUSED]
 TWO_GROUPS, ONE_GROUP = (4, 2, 5), (2, 2, 3)
 SPLITS = [TWO_GROUPS, ONE_GROUP, (4, 4, 16)]
 # what `make test` takes: statistics of the step where groups add theirs
-FEW = {"quantile_bonus": TWO_GROUPS, "cut_moe": TWO_GROUPS}
-FEW |= {"kl_bf16": ONE_GROUP, "replayed": ONE_GROUP}  # experts replayed under FSDP2: distributed/test_engines.py
+FEW = {"cut_moe": TWO_GROUPS, "replayed": ONE_GROUP}  # experts replayed under FSDP2: distributed/test_engines.py
 
 
 def shared_run(bench: Bench, name: str, members: int, size: int) -> Run:
@@ -84,7 +83,10 @@ def test_a_member_without_memory_ends_the_run_and_says_what_helps(tmp_path: Path
         run_all([short], 2)
 
 
-@pytest.mark.parametrize("fault", [failing_on(1, 2), sampling_fails_on(1)], ids=["rewards", "sampling"])
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(failing_on(1, 2), id="rewards"), pytest.param(sampling_fails_on(1), id="sampling", marks=full)],
+)
 def test_an_error_of_one_member_ends_the_run(tmp_path: Path, fault):
     bench = Bench(tmp_path)
     run = bench.run("kl", 2, name="failing", sequence_parallel_size=2, rewards=(fault,))
@@ -93,6 +95,7 @@ def test_an_error_of_one_member_ends_the_run(tmp_path: Path, fault):
         run_all([run], 2, timeout_s=60)
 
 
+@full
 def test_a_killed_run_goes_on_where_more_or_fewer_processes_share_a_completion(tmp_path: Path):
     # rollouts of two steps: killed inside the first, and inside the second, whose rewards arm it
     bench, settings = Bench(tmp_path), {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "num_iterations": 1}

@@ -18,7 +18,7 @@ from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 NAMES = [name for name in CASES if name not in ("leak", "partial")]  # which depend on the split
 SIZES = dict.fromkeys(CASES, 5) | {"async": 3}
-FULL = ("tools", "company", "environments", "hanging")
+FULL = ("tools", "company", "environments", "hanging", "few", "rewarding", "ahead")
 
 
 def launched(folder: Path, processes: int, *runs: tuple[str, int, dict[str, Any]]) -> str:
@@ -127,6 +127,7 @@ def test_a_tool_or_a_reward_that_knows_its_process_is_seen(runs, name, column):
     assert error(alone["update"], one["update"]) > DIFFERENT
 
 
+@pytest.mark.full
 def test_environments_give_rewards_on_every_process_and_hang_and_fail_on_one(runs):
     (alone,), seen = runs("rewarding", 1, 24), runs("rewarding", 2, SIZES["rewarding"])
     here = [Counter(one["happened"]) for one in seen]
@@ -141,6 +142,7 @@ def test_environments_give_rewards_on_every_process_and_hang_and_fail_on_one(run
     assert sum(asked) == sum(counts["Broken"] for counts in here)
 
 
+@pytest.mark.full
 def test_a_run_that_dies_while_a_tool_answers_goes_on_as_if_it_had_not(tmp_path):
     settings = {"global_batch_size": 8, "rollout_batch_size": 16, "max_steps": 4, "save_strategy": "steps"}
     case = ("environments", 3, {**settings, "save_steps": 1})

@@ -98,6 +98,7 @@ FEW = ("data set, llava", "environments", "tools, two steps")  # of `make test`
 
 
 @pytest.mark.parametrize("name", few_of(CASES, FEW))
+@pytest.mark.full("data set, llava", "tools, two steps")
 def test_images_are_those_of_stock_trl(tmp_path, name):
     family, rows, parts, settings, counts = CASES[name]
     act = knowing_images if "tools" in parts else train
@@ -107,6 +108,7 @@ def test_images_are_those_of_stock_trl(tmp_path, name):
     assert {1, 2} & {len(images) for images in stock.tables[0][1]["images"]} == counts
 
 
+@pytest.mark.full
 def test_images_of_answers_that_do_not_fit_are_taken_back(tmp_path):
     parts = partial(showing, family="llava", rows=image_rows(2), tools=[look])
     stock = alike(tmp_path, parts, log_multimodal=True, max_tool_calling_iterations=3, max_completion_length=40)

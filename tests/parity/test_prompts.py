@@ -63,6 +63,7 @@ def test_environments_of_two_kinds_show_their_tools_and_may_give_the_rewards_at_
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["text", "parts"])
+@pytest.mark.full("text")
 def test_an_observation_becomes_part_of_the_last_message(tmp_path, parts):
     contents = [[{"type": "text", "text": text}] if parts else text for text in "abc"]
     messages = [[{"role": "system", "content": contents[2]}, {"role": "user", "content": one}] for one in contents]
@@ -72,6 +73,7 @@ def test_an_observation_becomes_part_of_the_last_message(tmp_path, parts):
     assert len({str(prompt[-1]["content"]) for prompt in prompts_of_step}) == 2
 
 
+@pytest.mark.full
 def test_environments_are_used_again_and_no_more_are_made_than_run_at_once(tmp_path):
     rows = conversations(4, environment=["game", "shop", "game", "game"])
     stock = alike(tmp_path, lambda journal: playing(journal, rows, both_kinds(journal)), max_steps=2, **LONG)
@@ -116,6 +118,7 @@ def test_settings_of_the_template_reach_prompts_and_reward_models(tmp_path):
 
 
 @pytest.mark.parametrize(("chat", "steps"), [(False, 1), (True, 2)])
+@pytest.mark.full("False-1")
 def test_columns_reach_reward_functions_and_rows_stay_as_they_are(tmp_path, chat, steps):
     def parts(journal: Journal) -> dict[str, Any]:
         if chat:

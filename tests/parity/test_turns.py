@@ -130,6 +130,13 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("kinds", "steps"), [*((kinds, 1) for kinds in CALLS), ("asynchronous, types", 2)])
+@pytest.mark.full(
+    "asynchronous, types-1",
+    "asynchronous, types-2",
+    "malformed, truncated-1",
+    "one after text, parallel, unknown-1",
+    "wrong arguments-1",
+)
 def test_calls_are_answered(tmp_path, kinds, steps):
     reply = by_turn(CALLS[kinds], ["then " + call("count", number=7) + EOS], [f"done{EOS}"])
     stock = alike(tmp_path, lambda journal: talking(journal, reply), steps_per_generation=steps, **LONG)
@@ -139,6 +146,7 @@ def test_calls_are_answered(tmp_path, kinds, steps):
 
 
 @pytest.mark.parametrize("turns", [0, 2, None])
+@pytest.mark.full("2", "None")
 def test_a_transcript_has_at_most_so_many_turns(tmp_path, turns):
     reply = by_turn([call("count", number=1) + EOS, f"no{EOS}"], *[[call("count", number=1) + EOS]] * 3, [f"end{EOS}"])
     stock = alike(tmp_path, lambda journal: talking(journal, reply), max_tool_calling_iterations=turns, **LONG)
@@ -195,6 +203,7 @@ def test_completions_are_read_with_what_stood_before_and_the_tools_of_their_row(
     assert len(stock.journal.of("parsed")) > ROWS
 
 
+@pytest.mark.full
 def test_a_template_that_trl_knows_renders_and_reads_calls(tmp_path):
     def parts(journal: Journal) -> dict[str, Any]:
         tokenizer = drop_in.tool_tokenizer()

@@ -174,6 +174,7 @@ def test_the_demo_takes_adapters_and_other_rewards(launch, tmp_path, name, rewar
         assert metrics["exact_match_after"] >= metrics["exact_match_before"] + gain
 
 
+@pytest.mark.full
 def test_a_step_runs_again_with_the_settings_of_the_run(launch, own_task, tmp_path):
     saves = ["--max_steps", "3", "--save_strategy", "steps", "--save_steps", "2"]
     launch(*own_task, *saves, "--output_dir", tmp_path / "run")
@@ -353,6 +354,7 @@ def test_two_processes_say_an_error_once_without_a_traceback(launch, own_task, t
     assert "Traceback" not in ours
 
 
+@pytest.mark.full
 def test_the_problems_of_the_real_model_train_another_chat_model_with_either_trainer(launch, tmp_path):
     model, tokenizer = tiny_model(), tool_tokenizer()
     model.resize_token_embeddings(len(tokenizer))

@@ -207,8 +207,9 @@ CASES = {
 
 FULL = (
     # losses and terms of a token or a sequence, whose partitions test_losses.py proves
-    *("dapo", "sapo", "vespo", "gspo", "two_sided", "sequence_sum", "off_policy", "trust_kl"),
-    *("sequence_mask", "kl", "entropy", "adaptive", "quantile"),
+    *("bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gspo", "two_sided"),
+    *("off_policy", "trust_tv", "trust_kl"),
+    *("sequence_sum", "prompt_mean", "sequence_mask", "kl", "entropy", "adaptive", "quantile"),
     # advantages, which are computed of whole groups before a step is divided: test_advantages.py, test_pass_at_k.py
     *("gdpo", "two_rewards", "reinforce_baseline", "max_rl", "pass_at_k", "optimal_baseline", "dynamic_reused"),
     # what test_sequence_parallel.py or test_bitwise.py takes on several processes
@@ -220,7 +221,7 @@ FULL = (
     # another case of the same kind is taken
     *("cut_prompt_mean", "cut_dynamic", "cut_reused", "hybrid", "hybrid_moe", "hybrid_mamba", "padded", "sampling"),
     *("gpt2", "kl_lora", "checkpointing", "token_budget", "images_apart", "images_tiled", "rollout_func_few"),
-    *("teacher", "dropout", "dropout_cut", "dropout_ahead"),
+    *("teacher", "teacher_alone", "generated", "dropout", "dropout_cut", "dropout_ahead"),
     *("lora_dropout_bf16", "lora_dropout_hybrid", "dora_dropout"),
 )
 

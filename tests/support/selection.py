@@ -1,11 +1,21 @@
 """Which cases `make test` takes, where `make test-full` takes all."""
 
+import os
 from collections.abc import Container, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+from tests.support import spared
+
+Case = TypeVar("Case")
 
 
 def few_of(cases: Iterable[Any], few: Container[Any]) -> list[Any]:
     """The cases as parameters of a test; those outside `few` are left to `make test-full`."""
     return [pytest.param(case, marks=() if case in few else pytest.mark.full) for case in cases]
+
+
+def selected(cases: dict[str, Case], full: Container[str]) -> dict[str, Case]:
+    """The cases without those of `full`, which are left to `make test-full`; for the processes of a launch too."""
+    return {name: case for name, case in cases.items() if name not in full or spared.FULL in os.environ}

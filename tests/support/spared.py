@@ -40,8 +40,8 @@ def spare() -> None:
 
 
 def remember_comparisons() -> None:
-    """Compare the forms of a library's model once in this process: an eighth of a tiny run. Not with --full."""
-    if FULL in os.environ or choice.why_form_fails.__name__ == "remembered":
+    """Compare the forms of a library's model once in this process: an eighth of a tiny run."""
+    if choice.why_form_fails.__name__ == "remembered":
         return
     compare, found = choice.why_form_fails, dict[Hashable, str | None]()
 

@@ -23,6 +23,7 @@ def update(folder, adapter, **settings) -> torch.Tensor:
     return change(make(folder, adapter, **settings))
 
 
+@pytest.mark.full
 def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_settings(tmp_path, caplog):
     # aLoRA: active from the invocation tokens of a row on
     tokens = tiny_tokenizer()(">").input_ids  # which every prompt ends with
@@ -45,6 +46,7 @@ def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_sett
     ],
     ids=["lily", "pvera"],
 )
+@pytest.mark.full("pvera")
 def test_an_adapter_that_depends_on_the_micro_batch_is_refused(tmp_path, monkeypatch, adapter, words):
     with pytest.raises(SplitDependentError, match=words):
         make(tmp_path, adapter())

@@ -72,6 +72,7 @@ def test_buffers_are_those_of_the_step_that_is_named(tmp_path):
     assert torch.equal(parameters(whole), parameters(again))
 
 
+@pytest.mark.full
 def test_a_reward_function_sees_the_progress_that_the_weights_had(tmp_path):
     seen: list[int] = []
 
@@ -135,7 +136,8 @@ def server(tmp_path, monkeypatch) -> StandIn:
     return stand_in(tmp_path / "server", monkeypatch.setattr)
 
 
-@pytest.mark.parametrize(("evaluates", "dynamic"), [(True, False), pytest.param(False, True, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("evaluates", "dynamic"), [(True, False), (False, True)])
+@pytest.mark.full
 def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, evaluates, dynamic):
     lag = 1 + evaluates
     settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 4, "learning_rate": 1e-2, "top_k": 0}
@@ -164,6 +166,7 @@ def test_what_was_abandoned_stops_at_its_next_forward(adapter):
             run(input_ids=ids)
 
 
+@pytest.mark.full
 def test_the_threads_of_a_cpu_are_divided(tmp_path):
     seen: set[tuple[str, int]] = set()
 
@@ -223,6 +226,7 @@ def longer(trainer: GRPOTrainer, seconds: float) -> TrainerCallback:
     return on("on_step_end", grow)
 
 
+@pytest.mark.full
 def test_settings_of_sampling_and_rewards_change_with_the_steps_and_not_with_the_speed(tmp_path):
     runs = []
     for training, rewards in ((0.05, 0.0), (0.0, 0.05)):

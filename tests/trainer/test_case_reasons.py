@@ -69,6 +69,7 @@ def test_advantages_that_do_not_follow_from_rewards_say_so_and_other_cases_are_c
     assert compared["gradient"][ALL]["difference"] > 0
 
 
+@pytest.mark.full
 def test_rewards_that_are_others_when_they_are_called_again_are_said(tmp_path):
     def edited(completions: list[str], **columns: Any) -> list[float]:
         return [value + ("b" in text) for value, text in zip(letters(completions), completions, strict=True)]
@@ -84,6 +85,7 @@ def test_rewards_that_are_others_when_they_are_called_again_are_said(tmp_path):
 
 
 @pytest.mark.parametrize("most", [4, 16])
+@pytest.mark.full("16")
 def test_rewards_that_the_record_has_only_sums_of_are_said_to_be_computed_again(tmp_path, monkeypatch, caplog, most):
     monkeypatch.setattr(trail, "MOST_ENTRIES", most)  # of 16 completions
     folder = trained(tmp_path / "run", reward=letters)
@@ -109,6 +111,7 @@ def test_an_epsilon_that_the_optimizer_does_not_have_is_not_a_case(tmp_path):
     assert compared["text"].endswith("cannot be a case of a step: the optimizer has no eps=0.0001")
 
 
+@pytest.mark.full
 def test_a_rate_of_zero_moves_nothing_and_says_so(tmp_path):
     folder = trained(tmp_path / "run", reward=letters)
     [compared] = rerun(folder, 2, {"learning_rate": 0.0}, reward=letters).cases
@@ -131,6 +134,7 @@ def test_a_case_that_is_named_twice_is_refused(tmp_path):
         make(folder, **RUN).rerun(2, cases=[one, {"epsilon": 0.1}, reordered])
 
 
+@pytest.mark.full
 def test_a_rate_of_the_optimizers_own_is_not_a_case(tmp_path):
     def own() -> dict[str, Any]:
         model = tiny_model()
@@ -141,6 +145,7 @@ def test_a_rate_of_the_optimizers_own_is_not_a_case(tmp_path):
     assert compared["text"].endswith("the optimizer's rate is not a part of learning_rate=0.01")
 
 
+@pytest.mark.full
 def test_a_bound_that_is_not_named_stays_as_a_script_has_set_it(tmp_path):
     class Own(GRPOTrainer):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -155,6 +160,7 @@ def test_a_bound_that_is_not_named_stays_as_a_script_has_set_it(tmp_path):
     assert wider["gradient"][ALL]["difference"] > 0.0
 
 
+@pytest.mark.full
 def test_a_norm_of_zero_or_less_does_not_clip(tmp_path):
     folder = trained(tmp_path / "run", max_grad_norm=1e9)
     for compared in rerun(folder, 2, {"max_grad_norm": 0.0}, {"max_grad_norm": -1.0}, max_grad_norm=1e9).cases:
@@ -185,6 +191,7 @@ def test_states_in_float32_of_weights_in_bfloat16_stay_exact(tmp_path, monkeypat
 # ---- Rewards and a teacher ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_weights_and_scales_may_be_written_as_in_trl(tmp_path):
     folder = trained(tmp_path / "run", reward=letters)
     cases: list[dict[str, Any]] = [{"reward_weights": None}, {"scale_rewards": True}, {"scale_rewards": False}]
@@ -233,6 +240,7 @@ def test_what_a_loss_logs_is_that_of_the_step_alone(tmp_path, cases):
 
 
 @pytest.mark.parametrize(("loss", "known"), [("sapo", False), ("grpo", True)])
+@pytest.mark.full("grpo-True")
 def test_a_loss_without_a_clip_has_no_clipped_tokens(tmp_path, loss, known):
     folder = trained(tmp_path / "run", loss_type=loss)
     again = rerun(folder, 2, {"epsilon": 0.5}, loss_type=loss)
@@ -241,7 +249,8 @@ def test_a_loss_without_a_clip_has_no_clipped_tokens(tmp_path, loss, known):
     assert "no difference" in again.cases[0]["text"]
 
 
-@pytest.mark.parametrize(("loss", "epsilon"), [("cispo", 50.0), pytest.param("grpo", 50.0, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("loss", "epsilon"), [("cispo", 50.0), ("grpo", 50.0)])
+@pytest.mark.full
 def test_a_clip_of_each_loss_that_never_binds_is_said(tmp_path, loss, epsilon):
     changes = {**TWICE, "loss_type": loss, "epsilon": epsilon, "epsilon_high": epsilon}
     folder = trained(tmp_path / "run", **changes)

@@ -122,6 +122,7 @@ def test_gradients_and_updates_are_those_made_by_hand(tmp_path):
 # ---- What is known of settings --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_clip_that_never_binds_makes_no_difference_and_one_that_binds_does(longer, twice):
     [never] = rerun(longer, 3, {"epsilon": 0.01, "epsilon_high": 0.01}, **LONGER).cases
     assert never["gradient"][ALL]["difference"] == never["update"][ALL]["difference"] == 0.0
@@ -171,9 +172,8 @@ def test_masks_are_counted(twice):
 SEVERAL = ({"epsilon": 0.05}, {"loss_type": "dapo", "beta": 0.02}, {"scale_rewards": "batch"}, {"learning_rate": 1e-3})
 
 
-@pytest.mark.parametrize(
-    "layout", few_of([{"per_device_train_batch_size": 16}, {"forward": "padded"}], [{"forward": "padded"}]), ids=str
-)
+@pytest.mark.parametrize("layout", [{"per_device_train_batch_size": 16}, {"forward": "padded"}], ids=str)
+@pytest.mark.full
 def test_another_layout_gives_the_same_figures(tmp_path, layout):
     folder = trained(tmp_path / "run", **TWICE, beta=0.1)
     pair = [
@@ -210,6 +210,7 @@ FEW = ("bits", "half precision", "adaptive entropy", "own scores")
 
 
 @pytest.mark.parametrize("kind", few_of(KINDS, FEW))
+@pytest.mark.full("half precision", "own scores")
 def test_the_settings_of_the_run_make_no_difference_and_the_step_is_the_same_afterwards(tmp_path, kind):
     changes = {**RUN, **KINDS[kind]}
     folder = trained(tmp_path / "run", **changes)

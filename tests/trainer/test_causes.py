@@ -59,6 +59,7 @@ def resumed(folder: Path, *calls: tuple[int, str], **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_cause_that_came_with_a_resume_is_named_where_a_later_one_took_it_back(tmp_path, three_steps):
     found = diff(three_steps, resumed(tmp_path / "run", (1, "none"), (2, "group")))
     assert first_of(found) == ("advantages", 2), found.text
@@ -66,6 +67,7 @@ def test_a_cause_that_came_with_a_resume_is_named_where_a_later_one_took_it_back
     assert any("scale_rewards 'group' -> 'none'" in note for note in found.notes)
 
 
+@pytest.mark.full
 def test_what_changed_after_a_difference_is_no_cause(tmp_path, three_steps):
     found = diff(three_steps, resumed(tmp_path / "run", (1, "none"), seed=9))
     assert first_of(found) == ("prompts", 1), found.text
@@ -85,6 +87,7 @@ def test_weights_that_a_callback_writes_are_named_as_a_possible_cause(tmp_path, 
     assert "weights that something wrote between two steps" in found.meaning
 
 
+@pytest.mark.full
 def test_what_a_run_is_made_of_besides_settings_is_named(tmp_path, one_step):
     def by_answer(answer, completions, **columns):
         return [float(len(row) % (1 + len(text))) for row, text in zip(completions, answer)]

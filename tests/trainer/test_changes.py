@@ -219,6 +219,9 @@ LEARN_THE_SAME = {"generation_kwargs", "reward_func_names"}  # as without the ch
 @stock_scores
 @WHEN
 @pytest.mark.parametrize("name", few_of(FOLLOWED, FEW))
+@pytest.mark.full(
+    "chat_template_kwargs-callback", "environment_factories-callback", "ref_model-callback", "tools-callback"
+)
 def test_a_change_is_followed_as_in_trl(tmp_path, name, when):
     act, parts, settings = FOLLOWED[name] + (None, dict, {})[len(FOLLOWED[name]) :]
     learns_as_in_trl(tmp_path, when(act), parts, name not in LEARN_THE_SAME, **settings)
@@ -233,6 +236,7 @@ def test_the_number_of_completions_of_an_evaluation_is_followed(tmp_path):
     assert sum(scored) == 6
 
 
+@pytest.mark.full
 def test_the_images_of_the_table_are_followed(tmp_path):
     trainer = build(tmp_path, GRPOTrainer, once(setting("log_multimodal", True)), parts=seeing, log_multimodal=False)
     trainer.train()
@@ -244,6 +248,7 @@ BOUNDS = {"mode": "token_truncate", "clip_min": 0.3, "clip_max": 0.5}
 
 
 @WHEN
+@pytest.mark.full
 def test_corrections_of_what_vllm_samples_are_followed(tmp_path, monkeypatch, when):
     def bound(trainer: Any) -> None:
         for name, value in BOUNDS.items():
@@ -262,6 +267,7 @@ def test_corrections_of_what_vllm_samples_are_followed(tmp_path, monkeypatch, wh
 @pytest.mark.parametrize(
     ("name", "value", "lag"), [("vllm_generation", print, 0), ("vllm_generation.temperature", 0.5, 1)]
 )
+@pytest.mark.full("vllm_generation-print-0-callback")
 def test_another_engine_is_refused(tmp_path, monkeypatch, when, name, value, lag):
     stand_in(tmp_path / "server", monkeypatch.setattr)
     settings = {**VLLM, "rollout_lag": lag, "max_steps": 4}
@@ -342,6 +348,7 @@ REFUSED = [
 
 @WHEN
 @pytest.mark.parametrize(("name", "act", "parts", "says", "settings"), REFUSED)
+@pytest.mark.full("chat_template_kwargs-callback")
 def test_a_change_that_cannot_be_followed_is_refused_by_name(tmp_path, name, act, parts, says, settings, when):
     trainer = build(tmp_path, GRPOTrainer, when(act), parts=parts, **settings)
     if says == IN_INIT and when is afterwards:  # a subclass's `__init__` may make it

@@ -149,6 +149,7 @@ def test_another_format_is_refused_with_what_is_missing(copy, file, part, entry)
         make(copy, **SAVE).train(str(folder))
 
 
+@pytest.mark.full
 def test_a_checkpoint_keeps_its_chunks(tmp_path):
     """Where no size is set."""
     scored: list[int] = []
@@ -230,7 +231,7 @@ def test_going_on_from_elsewhere_leaves_another_runs_folder_alone(run, copy, cap
     assert "which is left alone" in caplog.text
 
 
-@pytest.mark.parametrize("word", few_of(["checkpoint-1", "latest", "auto"], ["latest", "auto"]))
+@pytest.mark.parametrize("word", few_of(["checkpoint-1", "latest", "auto"], ["auto"]))
 def test_a_run_beside_an_earlier_one_is_resumed_where_it_is(run, copy, word):
     """By its path, "latest" and "auto": one folder and one log, and the bits of the run that was not interrupted."""
     beside = Path(f"{copy}-2")
@@ -334,6 +335,7 @@ def test_a_checkpoint_is_pushed_under_the_name_it_has_once_it_is_whole(tmp_path,
     assert pushed == [("checkpoint-1", None), ("checkpoint-2", None)]
 
 
+@pytest.mark.full
 def test_what_a_checkpoint_has_loaded_is_freed(tmp_path):
     """The weights that sampled ahead among it; the control holds them."""
 

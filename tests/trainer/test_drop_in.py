@@ -17,7 +17,6 @@ from transformers import TrainingArguments
 from grpo_ext import GRPOConfig, GRPOTrainer
 from tests.support.decoding import decoding
 from tests.support.kept import of_stock
-from tests.support.selection import few_of
 from tests.support.tiny import config_kwargs, letter_reward, prompts, sparse_reward, stock_scores, tiny_model
 from tests.support.trainers import SAVE, log_of, make, parameters, ran, update
 
@@ -70,6 +69,7 @@ def test_the_users_settings_of_the_reference_stay(tmp_path):
         make(tmp_path, sync_ref_model=True)
 
 
+@pytest.mark.full
 def test_a_stream_trains_and_resumes_like_the_data_set_it_streams(tmp_path):
     rows = prompts(10)
     settings = {"shuffle_dataset": False, "max_steps": 5}
@@ -99,7 +99,8 @@ def test_a_subclass_may_shape_advantages_of_dynamic_sampling(tmp_path):
     assert update(tmp_path, dynamic_sampling=True, max_steps=1)[0].any()
 
 
-@pytest.mark.parametrize("kind", few_of(["moe", "mixtral"], ["moe"]))
+@pytest.mark.parametrize("kind", ["moe", "mixtral"])
+@pytest.mark.full
 def test_a_mixture_configured_to_return_router_logits_trains_as_without(tmp_path, kind):
     trained = {}
     for asked in (False, True):

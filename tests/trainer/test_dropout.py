@@ -76,6 +76,7 @@ LEFT_TO_FULL = {*OTHER_FORMS, "dora", "ahead", "prefixes of a hybrid"}
 
 
 @pytest.mark.parametrize("kind", few_of(CASES, CASES.keys() - LEFT_TO_FULL))
+@pytest.mark.full("modules_to_save", "residual", "residual, reentrant")
 def test_the_update_does_not_depend_on_the_micro_batch_size(tmp_path, kind):
     whole, cut = (learned(tmp_path, kind, size) for size in (16, 3))
     assert error(whole, cut) <= UPDATE
@@ -136,6 +137,7 @@ def test_a_resume_and_a_rerun_go_on_with_the_same_masks_and_another_rate_is_refu
 # ---- Where there is none --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_sampling_scores_and_evaluations_run_without(tmp_path):
     settings = {"num_iterations": 2, "beta": 0.1, "eval_dataset": prompts(3), "max_steps": 2}
     trainer, plain = (make(tmp_path / str(rate), **settings, **lora(lora_dropout=rate)) for rate in (0.5, 0.0))
@@ -216,6 +218,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.full("attention (GPT-2's default)")
 def test_what_cannot_be_followed_is_refused_by_name_before_training(tmp_path, kind):
     build, message = REFUSED[kind]
     trainer = make(tmp_path, build())
@@ -236,6 +239,7 @@ def test_noise_that_begins_later_ends_the_run_before_an_update(tmp_path):
     assert trainer.state.global_step == 1
 
 
+@pytest.mark.full
 def test_a_users_own_forward_has_no_tokens_to_follow(tmp_path, caplog):
     class Own(GRPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -282,6 +286,7 @@ CUT = {"per_device_train_batch_size": 3}
 
 
 @pytest.mark.parametrize("cls", few_of([OtherTensors, OtherColumns, OtherOrder], [OtherTensors, OtherOrder]))
+@pytest.mark.full("OtherOrder")
 def test_losses_of_users_have_the_masks_of_their_tokens(tmp_path, lora_step, cls):
     own, cut = (update(tmp_path, cls=cls, max_steps=1, **size, **lora())[0] for size in ({}, CUT))
     assert error(lora_step, own) <= UPDATE
@@ -295,6 +300,7 @@ def test_other_rates_of_peft_are_refused(tmp_path, settings):
         make(tmp_path, peft_config=config).train()
 
 
+@pytest.mark.full
 def test_draws_without_effect_are_no_noise(tmp_path):
     """Of PEFT's LoHa and LoKr at rate 0, and of a user's hook."""
 
@@ -325,6 +331,7 @@ def test_the_defaults_of_trls_model_options_train(tmp_path):
     assert error(*split) <= UPDATE
 
 
+@pytest.mark.full
 def test_a_callback_that_evaluates_or_saves_in_between_changes_nothing(tmp_path):
     class Saving(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

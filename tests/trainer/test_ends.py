@@ -84,6 +84,7 @@ def causes() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("cause", "compact"), causes())
+@pytest.mark.full("end tokens-False", "end tokens-True", "the model's stop strings-True")
 def test_a_row_ends_where_generation_ended_it(tmp_path, cause, compact):
     with decoding(compact):
         update, rows, log = run(tmp_path, **CAUSES[cause]())
@@ -137,6 +138,7 @@ def test_a_model_with_its_own_generate_ends_rows_before_their_padding(tmp_path):
 
 
 @pytest.mark.parametrize("stops", [{"stop_token_ids": sorted(STOPS)}, {"stop": LETTERS}], ids=str)
+@pytest.mark.full("{'stop': ['q', 'r', 't', 'v', 'w']}")
 def test_vllm_says_how_a_row_ended(tmp_path, monkeypatch, stops):
     stand_in(monkeypatch.setattr)
     _, rows, log = run(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs=stops, top_k=0)
@@ -160,6 +162,7 @@ def test_a_time_limit_cuts_rows_off(tmp_path):
         (False, "<eos>"),
     ],
 )
+@pytest.mark.full("False-<eos>")
 def test_the_padding_token_is_a_token_like_any_other(tmp_path, pad, compact):
     tokenizer = tokenizer_with(pad_token=pad)
     settings = {"processing_class": tokenizer, "mask_truncated_completions": True}
@@ -186,6 +189,7 @@ PASSING_ON = {
 
 
 @pytest.mark.parametrize("sampling", PASSING_ON.values(), ids=PASSING_ON)
+@pytest.mark.full("turn")
 def test_what_passes_rows_on_changes_no_end(tmp_path, sampling):
     settings = {"generation_kwargs": {"stop_strings": LETTERS}}
     _, rows, log = run(tmp_path, **sampling, **settings)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from grpo_ext.errors import ConfigError
-from tests.support.selection import few_of
 from tests.support.tiny import prompts
 from tests.support.trainers import make, ran
 
@@ -46,6 +45,7 @@ def test_pass_at_k_is_that_of_the_rewards_of_the_whole_set(tmp_path):
     assert passes(trainer.state.log_history[-1]) == found
 
 
+@pytest.mark.full
 def test_every_set_has_its_name_and_a_prediction_its_prefix(tmp_path):
     trainer = make(tmp_path, reward=solved, **FOUR)
     one, two = prompts(9, seed=1), prompts(6, seed=2)
@@ -74,6 +74,7 @@ def test_rewards_that_are_not_0_or_1_have_a_mean_alone_and_that_is_said_once(tmp
     assert "no pass@k" not in caplog.text
 
 
+@pytest.mark.full
 def test_of_several_rewards_the_weighted_sum_counts_or_the_one_that_is_named(tmp_path):
     data = prompts(9, seed=1)
     alone = passes(make(tmp_path, reward=solved, **FOUR).evaluate(data))
@@ -123,9 +124,8 @@ def test_an_evaluation_in_between_changes_no_completion_of_training(tmp_path):
     assert trained(seed=4) != left_alone
 
 
-@pytest.mark.parametrize(
-    "settings", few_of([{"rollout_lag": 1}, {"dynamic_sampling": True}], [{"rollout_lag": 1}]), ids=str
-)
+@pytest.mark.parametrize("settings", [{"rollout_lag": 1}, {"dynamic_sampling": True}], ids=str)
+@pytest.mark.full
 def test_evaluation_is_of_the_model_as_it_is(tmp_path, settings):
     """Also where training samples with older weights, or replaces groups."""
     settings |= {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 1e-2, **FOUR}

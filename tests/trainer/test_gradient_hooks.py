@@ -60,6 +60,7 @@ def plain(tmp_path_factory):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
+@pytest.mark.full("clamp-{'bitwise_invariant': True}", "clamp-{}")
 def test_a_hook_that_is_not_linear_gives_the_same_update_for_every_micro_batch_size(tmp_path, plain, hook, settings):
     whole, parts = (
         change(hooked(tmp_path / str(size), hook, per_device_train_batch_size=size, **settings)) for size in (16, 3)

@@ -90,6 +90,7 @@ def test_generate_takes_a_list_of_prompts(tmp_path, prompts):
         build(tmp_path, GRPOTrainer).generate(prompts)
 
 
+@pytest.mark.full
 def test_generate_samples_what_the_trainer_would(tmp_path):
     """By its engine and keys, also with masks to replay; further calls draw other random numbers."""
     seen: list[Any] = []
@@ -209,6 +210,11 @@ REUSED: dict[str, Any] = {"num_iterations": 2, "loss_type": "grpo"}
 
 @stock_scores
 @pytest.mark.parametrize(("names", "value", "settings"), LOSS_CHANGES, ids=str)
+@pytest.mark.full(
+    "args.use_bias_correction_kl-False-{'beta': 1.0, 'learning_rate': 0.05}",
+    "beta-0.5-{'beta': 0.01}",
+    "router_aux_loss_coef-5.0-{'kind': 'moe'}",
+)
 def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, names, value, settings):
     def change(trainer: Any) -> None:
         for name in names.split():
@@ -288,6 +294,7 @@ LOGPS = "_get_per_token_logps_and_entropies"
     ],
     ids=lambda value: getattr(value, "__name__", None) or "+".join(value),
 )
+@pytest.mark.full("with_fields-loss_type+num_iterations")
 def test_a_changed_dictionary_is_trained_on_as_stock_trl_does(tmp_path, edit, settings):
     def _generate_and_score_completions(self: Any, inner: Any, inputs: Any) -> Any:
         scored = inner(inputs)

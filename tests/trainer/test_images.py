@@ -64,6 +64,7 @@ def test_the_update_depends_on_neither_micro_batch_size_nor_form(tmp_path, famil
     assert error(expected, change(make(tmp_path / "others", family, train_dataset=others, max_steps=1))) > DIFFERENT
 
 
+@pytest.mark.full
 def test_compact_decoding_samples_what_generate_samples(tmp_path):
     """Also where prompts have the same tokens and other images."""
     rows = image_rows(8)
@@ -84,6 +85,7 @@ def resumed(trainer: Any) -> torch.Tensor:
     return parameters(trainer) - start
 
 
+@pytest.mark.full
 def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
     def evaluated(name: str, first: int, size: int) -> float:
         sizes = {"per_device_eval_batch_size": size, "num_generations_eval": 2}
@@ -121,13 +123,14 @@ def with_tools(folder: Any, family: str = "llava", tool: Any = look, **settings:
 @pytest.mark.parametrize(
     ("family", "tool", "other", "masks"),
     [
-        pytest.param("qwen2_5_vl", look, look_elsewhere, False, marks=pytest.mark.full),
+        ("qwen2_5_vl", look, look_elsewhere, False),
         ("llava", Gallery, OtherGallery, False),
         # a completion that is masked out shows nothing
-        pytest.param("llava", look, look_elsewhere, True, marks=pytest.mark.full),
-        pytest.param("internvl", look, look_elsewhere, False, marks=pytest.mark.full),
+        ("llava", look, look_elsewhere, True),
+        ("internvl", look, look_elsewhere, False),
     ],
 )
+@pytest.mark.full
 def test_images_that_are_shown_later_train_alike_for_every_micro_batch_size(tmp_path, family, tool, other, masks):
     settings = {"mask_truncated_completions": masks, "num_iterations": 1 + masks}
     settings["max_steps"] = 1 if tool is Gallery else 2  # which shows one before the first token
@@ -175,14 +178,11 @@ words.__name__ = "look"  # the tool that is called
     ("family", "says"),
     [
         ("qwen2_5_vl", r"QwenProcessor makes \d+ image tokens .* hold \d+: .* in messages of some role"),
-        pytest.param(
-            "llava",
-            "the chat template does not accept .*'role': 'tool'.* Found total 0 <image> tokens and 1 images",
-            marks=pytest.mark.full,
-        ),
+        ("llava", "the chat template does not accept .*'role': 'tool'.* Found total 0 <image> tokens and 1 images"),
     ],
     ids=["qwen2_5_vl", "llava"],
 )
+@pytest.mark.full
 def test_a_template_that_leaves_out_images_of_answers_is_refused_when_a_tool_shows_one(tmp_path, family, says):
     settings = {"processing_class": hiding("tool", family), "max_steps": 1, **SHOWN}
     with pytest.raises(DataError, match=says):
@@ -243,6 +243,7 @@ def test_a_stream_of_images_trains_like_a_data_set_with_a_length(tmp_path):
     assert error(whole, change(make(tmp_path / "stream", **stream))) <= UPDATE
 
 
+@pytest.mark.full
 def test_a_checkpoint_holds_the_images_of_a_prompt_once_and_a_resumed_run_has_the_same_bits(tmp_path):
     whole = change(make(tmp_path / "whole", **EXACT))
     state = load_state(tmp_path / "whole" / "checkpoint-1")
@@ -290,6 +291,7 @@ def test_packed_images_are_not_turned_and_arrays_have_their_channels_last_or_fir
         packed_images([torch.zeros(3, 8, 8)])
 
 
+@pytest.mark.full
 def test_without_images_a_model_that_takes_some_runs_packs_with_its_tokenizer(tmp_path):
     rows = image_rows(8).remove_columns("images")
     made = {"train_dataset": rows, "processing_class": image_processor("llava").tokenizer, "max_steps": 1}

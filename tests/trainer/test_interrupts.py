@@ -20,6 +20,7 @@ from grpo_ext.run.checkpoint import checkpoints, why_broken
 from grpo_ext.run.interrupts import EXIT_STATUS, TrainingInterrupted
 from grpo_ext.run.record import read_record
 from tests.support.launch import ROOT, environment, two_processes
+from tests.support.selection import few_of
 from tests.support.tiny import letter_reward, prompts
 from tests.support.trainers import make, noted_events, on, parameters, ran, signals, stopping, watched
 
@@ -36,7 +37,10 @@ def four_steps(tmp_path_factory) -> torch.Tensor:
     return parameters(ran(make(tmp_path_factory.mktemp("whole"), max_steps=4)))
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)])
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("numbers", few_of([(signal.SIGTERM,), BOTH], [BOTH]))
 def test_a_signal_ends_the_run_after_its_step(tmp_path, caplog, four_steps, numbers):
     before = {number: signal.getsignal(number) for number in numbers}
     trainer = make(tmp_path / "out", max_steps=4)
@@ -57,6 +61,7 @@ def test_a_signal_ends_the_run_after_its_step(tmp_path, caplog, four_steps, numb
     assert torch.equal(four_steps, parameters(ran(make(tmp_path / "out", max_steps=4), "latest")))
 
 
+@pytest.mark.full
 def test_the_checkpoint_to_go_on_from_is_kept_beside_the_best_one(tmp_path):
     every = {**STEPS, **SAVES, "eval_steps": 1, "save_steps": 1}
     trainer = make(tmp_path, eval_dataset=prompts(4, seed=1), max_steps=4, save_total_limit=1, **every)
@@ -109,6 +114,12 @@ ONCE_BEST = {"save_strategy": "best", "reward": level_reward, **BEST}
         pytest.param(6, EPOCH | ONCE_BEST | {"max_steps": 7}, marks=pytest.mark.full),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "+".join(value),
+)
+@pytest.mark.full(
+    "1-eval_strategy+eval_steps+max_steps+rollout_lag+reward",
+    "1-eval_strategy+eval_steps+max_steps+save_strategy+save_steps+load_best_model_at_end+metric_for_best_model+greater_is_better",
+    "2-eval_strategy+eval_steps+max_steps",
+    "3-eval_strategy+logging_strategy",
 )
 def test_an_interrupted_run_makes_the_evaluations_of_one_that_was_not(tmp_path, stop, settings):
     """The same weights, random numbers and logged values as without the interrupt."""

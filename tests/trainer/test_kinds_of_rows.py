@@ -47,6 +47,7 @@ def transformed(rows: list[dict[str, Any]]) -> Dataset:
 
 
 @pytest.mark.parametrize("data", [stream, transformed])
+@pytest.mark.full("transformed")
 def test_reward_functions_get_the_columns_of_all_rows(tmp_path, data):
     calls = []
 

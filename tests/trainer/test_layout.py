@@ -43,6 +43,7 @@ def plain_update(tmp_path_factory):
     [*(("qwen2", switch) for switch in SWITCHES), ("moe", FULL)],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
+@pytest.mark.full("moe-forward+skip_zero_contribution")
 def test_a_switch_does_not_change_the_update(tmp_path, plain_update, kind, switch):
     plain = plain_update(kind)
     with decoding(compact=switch is FULL):
@@ -66,6 +67,7 @@ def sizes_of_forwards(trainer: GRPOTrainer, dim: int | None = None) -> list[int]
 @pytest.mark.parametrize(
     "settings", [{}, {"skip_zero_contribution": False}, *few_of(OTHER_TERMS, OTHER_TERMS[:1])], ids=str
 )
+@pytest.mark.full("{}")
 def test_completions_without_a_contribution_are_not_run(tmp_path, settings):
     trainer = make(tmp_path, reward=sparse_reward, forward="padded", max_steps=1, **settings)
     rows = sizes_of_forwards(trainer, 0)
@@ -106,7 +108,7 @@ def test_the_plan_says_which_form_runs_and_why_and_a_refused_one_is_warned_of(tm
     assert "(no packs: " in caplog.text
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", few_of([0, 1], [1]))
 def test_forms_are_compared_once_before_training_or_an_evaluation(tmp_path, monkeypatch, lag):
     compared, why_form_fails = [], choice.why_form_fails
 
@@ -137,7 +139,8 @@ def test_forms_are_compared_once_before_training_or_an_evaluation(tmp_path, monk
     assert len(models) >= 2 + 2 * lag
 
 
-@pytest.mark.parametrize("kind", few_of(["doge", "bloom"], ["doge"]))
+@pytest.mark.parametrize("kind", ["doge", "bloom"])
+@pytest.mark.full
 def test_models_that_take_no_packs_train_with_default_settings(tmp_path, caplog, kind):
     """The first looks as if it did, and fails on its mask."""
     no_experts = {"router_aux_loss_coef": 0.0}  # Doge's configuration names a coefficient also without experts
@@ -181,9 +184,9 @@ KNOWS_LAYERS = "every_n_layers" in inspect.signature(PreTrainedModel._set_gradie
     ("kwargs", "settings"),
     [
         ({"every_n_layers": 2}, {"beta": 0.1}),
-        ({"every_n_layers": 2, "use_reentrant": False}, {"forward": "prefix"}),
+        pytest.param({"every_n_layers": 2, "use_reentrant": False}, {"forward": "prefix"}, marks=pytest.mark.full),
         pytest.param({"every_n_layers": 2}, {"rollout_lag": 1}, marks=pytest.mark.full),
-        ({"offload": True}, {"num_iterations": 2}),
+        pytest.param({"offload": True}, {"num_iterations": 2}, marks=pytest.mark.full),
     ],
 )
 def test_gradient_checkpointing_stays_as_the_trainer_enabled_it(tmp_path, monkeypatch, kwargs, settings):

@@ -15,7 +15,6 @@ from grpo_ext.run.record import read_record, tables_of
 from grpo_ext.tools.report import ReportCallback, load_run
 from grpo_ext.tools.samples import rollouts_of
 from tests.support.images import image_model, image_processor, image_rows, picture_reward
-from tests.support.selection import few_of
 from tests.support.tiny import prompts, tiny_model
 from tests.support.tool_runs import always_calling
 from tests.support.trainers import SAVE, log_of, make, on, ran
@@ -25,6 +24,7 @@ def train(folder, **settings):
     return ran(make(folder, train_dataset=prompts(22), eval_dataset=prompts(4, seed=1), **settings))
 
 
+@pytest.mark.full
 def test_tensorboard_gets_the_metrics(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -116,6 +116,7 @@ def test_a_table_that_cannot_be_written_is_a_warning_and_an_error_of_a_callback_
         make(tmp_path, log_completions=True, max_steps=1, callbacks=[on("on_log", fail)]).train()
 
 
+@pytest.mark.full
 def test_a_log_and_evaluations_at_one_step_write_a_table_each(tmp_path):
     sets = {name: prompts(4, seed=seed) for seed, name in enumerate(("a", "b/c"), start=1)}
     settings = {"log_completions": True, "max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
@@ -164,7 +165,8 @@ def test_wandb_gets_the_table_of_conversations_with_tools(tmp_path, tracked, cap
     assert {message["role"] for row in messages for message in row} == {"assistant", "tool"}
 
 
-@pytest.mark.parametrize("shown", few_of([True, False], [True]))
+@pytest.mark.parametrize("shown", [True, False])
+@pytest.mark.full
 def test_wandb_gets_the_table_of_prompts_with_images(tmp_path, tracked, caplog, shown):
     parts = {"reward": picture_reward, "train_dataset": image_rows(8, (1, 0, 2)), "rollout_chunk_size": 8}
     settings = {"report_to": "wandb", "log_completions": True, "log_multimodal": shown, "max_steps": 1}

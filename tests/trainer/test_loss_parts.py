@@ -190,6 +190,7 @@ AS_TRL: list[Any] = [
 
 @stock_scores
 @pytest.mark.parametrize(("override", "settings"), AS_TRL, ids=str)
+@pytest.mark.full
 def test_where_trl_divides_by_numbers_of_the_step_parts_and_masks_count_as_in_trl(tmp_path, override, settings):
     settings = {**FULL, "max_steps": 1, **settings}
 

@@ -267,6 +267,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("words", OTHERS)
+@pytest.mark.full("optimizer.class")
 def test_another_optimizer_or_schedule_is_refused_on_resume(saved, words):
     """Before anything of the run's folder is renamed."""
     with pytest.raises(CheckpointError) as error:
@@ -278,6 +279,7 @@ def test_another_optimizer_or_schedule_is_refused_on_resume(saved, words):
 
 
 @pytest.mark.parametrize("handed_over", [True, False])
+@pytest.mark.full("False")
 def test_groups_in_another_order_are_refused_on_resume(tmp_path, handed_over):
     """Also where both have as many weights, whose moments would be loaded into the wrong ones."""
 
@@ -300,6 +302,7 @@ def test_groups_in_another_order_are_refused_on_resume(tmp_path, handed_over):
 
 
 @pytest.mark.parametrize("build", [pytest.param(AdamW, marks=pytest.mark.full), NAdam, SGD])
+@pytest.mark.full("NAdam")
 def test_a_run_resumes_with_objects_that_are_built_alike(tmp_path, build):
     """Also a schedule that moves more than the rate; whole and resumed runs have the same bits."""
 
@@ -330,6 +333,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.full("one that multiplies")
 def test_a_schedule_that_may_change_begins_at_its_start(tmp_path, saved, kind):
     """And the moments are the checkpoint's."""
     model = tiny_model()

@@ -57,6 +57,7 @@ def enough(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 150}, {"auto_find_batch_size": True}], ids=str)
+@pytest.mark.full("{'micro_batch_tokens': 150}", "{}")
 def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, caplog, monkeypatch, settings):
     settings = {"max_steps": 1 if settings else 2, **settings}
     expected, reference = enough(tmp_path / "a", **settings)
@@ -157,7 +158,7 @@ def test_a_completion_of_several_rows_that_does_not_fit_runs_in_pieces(tmp_path,
     assert re.search(r"What fits here: per_device_train_batch_size=1.*micro_batch_tokens=\d", caplog.text)
 
 
-@pytest.mark.parametrize(("cuts", "tokens"), [(None, ONE_ROW - 4), (Cuts(), 8)])
+@pytest.mark.parametrize(("cuts", "tokens"), [(None, ONE_ROW - 4), pytest.param(Cuts(), 8, marks=pytest.mark.full)])
 def test_a_row_that_does_not_fit_ends_the_run(tmp_path, cuts, tokens):
     """A completion of one row, and a row of one that has several."""
     trainer = with_room_for(make(tmp_path), tokens)
@@ -245,6 +246,7 @@ def evaluations(trainer: GRPOTrainer) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_entropy_quantile": 0.5, "micro_batch_tokens": 400}], ids=str)
+@pytest.mark.full("{'top_entropy_quantile': 0.5, 'micro_batch_tokens': 400}")
 def test_an_evaluation_that_does_not_fit_runs_again_in_smaller_micro_batches(tmp_path, settings):
     settings = {"max_steps": 1, "save_strategy": "no", **settings}
     reference, trainer = evaluating(tmp_path / "a", **settings), evaluating(tmp_path / "b", most=3, **settings)
@@ -256,6 +258,7 @@ def test_an_evaluation_that_does_not_fit_runs_again_in_smaller_micro_batches(tmp
     assert trainer.failures > 0
 
 
+@pytest.mark.full
 def test_an_evaluation_that_can_not_fit_does_not_lose_the_checkpoint_of_its_step(tmp_path):
     stopped = evaluating(tmp_path / "a", most=0, max_steps=2)
     with pytest.raises(MemoryShortageError, match="with one completion of"):

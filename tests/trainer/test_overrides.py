@@ -23,7 +23,6 @@ from grpo_ext.forward import rows
 from grpo_ext.forward.runner import ForwardRunner
 from grpo_ext.rollouts.batch import RolloutBatch
 from tests.support.beside_trl import Loss, build, learns_as_in_trl, log_probs_of
-from tests.support.selection import few_of
 from tests.support.tiny import given_rollout, prompts, stock_scores, tiny_model, tokenizer_with
 from tests.support.trainers import WithoutSuper, change, error, make, passing_on, watched
 from tests.tolerances import DIFFERENT, UPDATE
@@ -213,6 +212,7 @@ TWO_STEPS = {"loss_type": "grpo", "max_steps": 2}
 
 
 @stock_scores
+@pytest.mark.full
 def test_sizes_of_args_are_those_of_the_micro_batch(tmp_path):
     stock = build(tmp_path / "stock", trl.GRPOTrainer, BySizes, 4, gradient_accumulation_steps=4, **TWO_STEPS)
     expected = change(stock)
@@ -302,7 +302,8 @@ def with_quantile(folder: Any, mixin: type, size: int) -> torch.Tensor:
 LOSSES = [TrlsLoss] + ([Gmpo] if importlib.util.find_spec("trl.experimental.gmpo") is not None else [])
 
 
-@pytest.mark.parametrize("mixin", few_of(LOSSES, [TrlsLoss]), ids=lambda mixin: mixin.__name__)
+@pytest.mark.parametrize("mixin", LOSSES, ids=lambda mixin: mixin.__name__)
+@pytest.mark.full
 def test_a_copied_loss_has_the_entropy_threshold_of_the_step(tmp_path, mixin):
     expected = with_quantile(tmp_path / "16", mixin, 16)
     for size in (4, 3):

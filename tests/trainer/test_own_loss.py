@@ -38,6 +38,7 @@ def clipped(logps_BT, old_BT, advantages_B1, mask_BT):
 
 
 @pytest.mark.parametrize(("loss_type", "aggregation"), [("dapo", None), ("grpo", "sequence_mean")])
+@pytest.mark.full("dapo-None")
 def test_the_loss_of_this_package_written_by_a_user_learns_the_same(tmp_path, register, loss_type, aggregation):
     register(clipped, True)
     theirs = learned(tmp_path / "mine", loss_type="mine", loss_aggregation=aggregation)
@@ -46,6 +47,7 @@ def test_the_loss_of_this_package_written_by_a_user_learns_the_same(tmp_path, re
     assert not torch.equal(theirs, learned(tmp_path / "other", loss_type="mine", loss_aggregation=aggregation))
 
 
+@pytest.mark.full
 def test_completions_with_advantage_zero_run_where_they_add_to_the_loss(tmp_path, register):
     register(topr_near, False)
     ran = learned(tmp_path / "ran", loss_type="mine")
@@ -79,6 +81,7 @@ REMARKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 def test_a_setting_without_effect_is_remarked_upon(tmp_path, caplog):
     for number, words in enumerate(REMARKS):
         make(tmp_path / f"remarked {number}", **REMARKS[words]).train()

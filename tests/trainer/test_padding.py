@@ -53,6 +53,7 @@ def forwards_of(trainer: Any) -> list[tuple[int, set[int]]]:
 
 
 @pytest.mark.parametrize("kind", few_of(WRONG, FEW))
+@pytest.mark.full("hook_over_rows")
 def test_the_update_does_not_depend_on_the_micro_batch_size(tmp_path, kind):
     build, batching = WRONG[kind]
     # a module that begins at zero, or small, is wrong once it has moved
@@ -110,6 +111,7 @@ def test_the_control_has_padding(tmp_path):
     assert max(width for _, widths in forwards for width in widths) > 8
 
 
+@pytest.mark.full
 def test_a_user_who_calls_for_log_probabilities_gets_those_of_rows_alone(tmp_path):
     class Own(GRPOTrainer):
         def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,6 +121,7 @@ def test_a_user_who_calls_for_log_probabilities_gets_those_of_rows_alone(tmp_pat
     assert error(whole, own) <= UPDATE
 
 
+@pytest.mark.full
 def test_bitwise_mode_repeats_its_bits_for_every_micro_batch_size(tmp_path):
     settings = {"bitwise_invariant": True, **SHORT}
     learned = [
@@ -167,6 +170,7 @@ def test_packs_of_such_a_model_have_the_units_of_training_in_rollouts_too(tmp_pa
     assert len(packs[True]) <= 4  # of a group each, not of a completion
 
 
+@pytest.mark.full
 def test_a_model_that_padding_does_not_change_keeps_its_form_and_the_plan_says_what_others_cost(tmp_path, caplog):
     trainer = ran(make(tmp_path / "right", forward="padded", max_steps=1))
     assert trainer._forwards.choice.batching(trainer.model) == "any"

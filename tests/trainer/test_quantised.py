@@ -88,6 +88,7 @@ def test_the_update_does_not_depend_on_the_split(tmp_path, base, monkeypatch):
     assert UPDATE < error(of(8), of(3)) <= UPDATE_BFLOAT16 / 2
 
 
+@full
 def test_dropout_over_weights_in_4_bits_does_not_depend_on_the_split(tmp_path, base):
     def of(size: int, rate: float = 0.1) -> torch.Tensor:
         adapter = lora(lora_dropout=rate)
@@ -98,6 +99,7 @@ def test_dropout_over_weights_in_4_bits_does_not_depend_on_the_split(tmp_path, b
     assert error(whole, of(8, rate=0.0)) > DIFFERENT
 
 
+@full
 def test_the_reference_is_the_policy_at_its_start(tmp_path, base):
     """An adapter that does not start at zero is copied, in 4 bits alone; sampled ahead too."""
     start: dict[str, Any] = {"beta": 0.1, "max_steps": 2, "adapter": lora(init_lora_weights=False)}
@@ -126,6 +128,7 @@ def test_small_steps_are_not_rounded_away(tmp_path, base, monkeypatch):
 
 
 @EITHER
+@full
 def test_a_resumed_run_is_the_same_run_and_its_adapter_is_exported(tmp_path, base, bits):
     settings = {"quantise": BITS[bits], **SAVE, "max_steps": 2, "optim": "adamw_torch"}
     trainer = ran(make(tmp_path, base, learning_rate=0.05, **settings))

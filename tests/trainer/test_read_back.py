@@ -62,6 +62,7 @@ READABLE = {
 
 
 @pytest.mark.parametrize("kind", READABLE)
+@pytest.mark.full("containers", "tensors")
 def test_a_state_of_plain_values_is_saved_and_resumes(tmp_path, kind):
     whole = ran(run(tmp_path / "a", *READABLE[kind]))
     again = ran(run(tmp_path / "b", *READABLE[kind]), tmp_path / "a" / "checkpoint-1")

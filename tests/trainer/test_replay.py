@@ -50,6 +50,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("settings", FILTERS, ids=str)
+@pytest.mark.full("{'generation_kwargs': {'top_h': 0.5}}", "{'min_p': 0.3}", "{'top_p': 0.6, 'pad_to_multiple_of': 8}")
 def test_the_ratio_of_training_to_sampling_is_one_for_every_filter(tmp_path, settings):
     replayed, plain = (first_line(tmp_path / name, **settings, **extra) for name, extra in (("r", REPLAY), ("p", {})))
     assert replayed["sampling/logp_difference"] < METRIC
@@ -102,6 +103,7 @@ def test_a_rollout_func_returns_the_ids_that_were_kept(tmp_path):
     assert error(reference, change(make(tmp_path / "plain", **pairs))) > DIFFERENT
 
 
+@pytest.mark.full
 def test_tools_answer_between_replayed_tokens(tmp_path):
     replayed, plain = (
         first_line(tmp_path / name, tiny_model(max_position_embeddings=4096), **CALLING, top_p=0.8, **extra)
@@ -161,6 +163,7 @@ def experts_of(folder: Any, **settings: Any) -> list[torch.Tensor]:
     return list(train_and_keep_first(trainer)[EXPERTS])
 
 
+@pytest.mark.full
 def test_where_no_choice_changes_the_update_is_the_same(tmp_path):
     with float64_throughout(tiny_model("moe").double()) as model:
         states = {name: value.clone() for name, value in model.state_dict().items()}
@@ -173,6 +176,7 @@ def test_where_no_choice_changes_the_update_is_the_same(tmp_path):
     assert torch.equal(*changes)
 
 
+@pytest.mark.full
 def test_choices_that_training_changes_are_replayed(tmp_path):
     replayed, live = (logs(tmp_path / str(replay), routing_replay=replay, **REUSED) for replay in (True, False))
     shares = [entry["routing/changed_share"] for entry in replayed]
@@ -203,6 +207,7 @@ def recorded(tmp_path_factory) -> list[torch.Tensor]:
     ],
     ids=str,
 )
+@pytest.mark.full("{}", "{'generation_kwargs': {'use_cache': False}}", "{'compact': False}")
 def test_experts_are_recorded_however_completions_are_sampled(tmp_path, recorded, settings):
     with decoding(settings.get("compact", True)):
         rows = experts_of(tmp_path, **{name: value for name, value in settings.items() if name != "compact"})
@@ -231,6 +236,7 @@ def test_experts_are_recorded_with_the_log_probabilities_where_another_one_sampl
     assert shares[0] == 0.0 < shares[1]
 
 
+@pytest.mark.full
 def test_tokens_of_tools_have_the_experts_of_the_next_turn(tmp_path):
     settings = CALLING
     trainer = make(tmp_path, tiny_model("moe", max_position_embeddings=4096), **settings, **ROUTING)

@@ -81,13 +81,10 @@ def test_steps_have_the_same_bits_in_another_layout(bits, case):
     assert checkpoints(again.folder) == []
 
 
-LAYOUTS = [(step, {"per_device_train_batch_size": 3}) for step in (2, 5, 6)]
-LAYOUTS += [(step, {"forward": "padded"}) for step in (2, 5, 6)]
-
-
-@pytest.mark.parametrize("case", few_of(LAYOUTS, (LAYOUTS[0], LAYOUTS[-1])), ids=str)
-def test_steps_are_the_same_by_default(base, case):
-    step, layout = case
+@full
+@pytest.mark.parametrize("layout", [{"per_device_train_batch_size": 3}, {"forward": "padded"}], ids=str)
+@pytest.mark.parametrize("step", [2, 5, 6])
+def test_steps_are_the_same_by_default(base, step, layout):
     again = rerun(base, step, **layout)
     assert again.comparison.verdict == "rounding", again.text
     assert again.comparison.largest["values"] < 1e-5
@@ -107,10 +104,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-FEW = ("lag", "half precision")  # what `make test` runs; dynamic sampling is below
-
-
-@pytest.mark.parametrize("kind", few_of(KINDS, FEW))
+@full
+@pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_runs(tmp_path, kind):
     changes = {**RUN, "max_steps": 4, **KINDS[kind]}
     folder = run(tmp_path / "run", **changes)
@@ -202,7 +197,7 @@ def test_values_of_tokens_are_those_of_plain_transformers(tmp_path, changes):
 WITH_KL = {"beta": 0.1, "per_device_train_batch_size": 5}
 
 
-@pytest.mark.parametrize("changes", [{}, BITS, pytest.param(WITH_KL, marks=full)], ids=str)
+@pytest.mark.parametrize("changes", few_of([{}, BITS, WITH_KL], [{}]), ids=str)
 def test_gradients_of_completions_add_up(tmp_path, base, bits, changes):
     folder = run(tmp_path / "run", **changes) if changes is WITH_KL else bits if changes is BITS else base
     about, rows = recorded(rerun(folder, 5, {"gradients": True}, **changes))
@@ -275,6 +270,7 @@ def passing(method: Any) -> Any:
     return lambda *args, **kwargs: method(*args, **kwargs)
 
 
+@full
 def test_code_that_holds_the_trainer_sees_its_steps(tmp_path):
     """A helper of a subclass, a reward, and functions that a user has assigned to the trainer."""
 
@@ -293,6 +289,7 @@ def test_code_that_holds_the_trainer_sees_its_steps(tmp_path):
     assert files(tmp_path / "run") == before
 
 
+@full
 def test_a_step_runs_again_with_the_settings_that_made_it(tmp_path):
     saves = {"max_steps": 4, "save_steps": 1, "num_iterations": 2, "rollout_batch_size": 16}
     run(tmp_path / "run", **saves)
@@ -311,7 +308,8 @@ def cut_rewards(completions: list[str], **columns: Any) -> list[float]:
     return [float(text.count("a") + text.count("b") > 1) for text in completions]
 
 
-@pytest.mark.parametrize("case", ["dynamic", pytest.param("plain", marks=full)])
+@full
+@pytest.mark.parametrize("case", ["dynamic", "plain"])
 def test_completions_that_begin_alike_and_are_masked_out_are_told_apart(tmp_path, case):
     changes = {**SHORT, "mask_truncated_completions": True, "max_completion_length": 3, "temperature": 0.2}
     changes |= {"dynamic_sampling": True, "reward": cut_rewards} if case == "dynamic" else {}
@@ -330,6 +328,7 @@ class _LaterTokens(GRPOTrainer):
         return [[*row[:1], *((token + 1) % 30 + 5 for token in row[1:])] for row in ids], *others
 
 
+@full
 def test_rewards_are_called_again_from_where_the_completions_are_sampled(tmp_path):
     def edited(completions, **columns):
         return [value + 1 for value in letter_reward(completions, completions)]
@@ -378,6 +377,7 @@ def test_a_rerun_that_fails_leaves_nothing_on_the_trainer(copied, monkeypatch):
     assert not checkpoints(copied / "rerun" / "step-5")
 
 
+@full
 def test_weights_that_were_not_compared_are_said(tmp_path):
     changes = {**SHORT, "logging_steps": 2}
     folder = run(tmp_path / "run", **changes)

@@ -56,6 +56,7 @@ class Counting(TrainerCallback, ExportableState):
 
 
 @pytest.mark.parametrize("restored", [False, True])
+@pytest.mark.full("True")
 def test_patience_is_restored(tmp_path, restored):
     """Also where transformers is asked to restore callbacks, and where a run begins with an evaluation."""
     settings = {"restore_callback_states_from_checkpoint": restored, "eval_on_start": restored}
@@ -67,6 +68,7 @@ def test_patience_is_restored(tmp_path, restored):
     assert evaluations[0] == evaluations[1]
 
 
+@pytest.mark.full
 def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on(tmp_path, caplog):
     whole = ran(early(tmp_path))
     assert whole.state.global_step == 3
@@ -84,6 +86,7 @@ def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on
 
 
 @pytest.mark.parametrize("stops", [True, False])
+@pytest.mark.full("False")
 def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, caplog, stops):
     stop = stopping("on_step_end", at=2 if stops else 9)
     trainer = other(tmp_path, callbacks=[stop, signals(1, signal.SIGTERM)])
@@ -119,6 +122,7 @@ class ReadOnly(Counting):
         return {"args": {"weight": self.weight}, "attributes": {"double": self.double}}
 
 
+@pytest.mark.full
 def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
     """And the other callbacks have theirs."""
     other(tmp_path, callbacks=[ReadOnly(1), Counting(1)]).train()
@@ -132,6 +136,7 @@ def test_a_state_that_cannot_be_restored_is_a_warning(tmp_path, caplog):
 
 
 @pytest.mark.parametrize(("restored", "total"), [(False, 7), (True, 3)])
+@pytest.mark.full
 def test_arguments_that_a_user_changed_count_unless_the_checkpoints_are_asked_for(tmp_path, restored, total):
     other(tmp_path, callbacks=[Counting(1)]).train()
     settings = {"callbacks": [Counting(5)], "restore_callback_states_from_checkpoint": restored}
@@ -147,6 +152,7 @@ def test_what_would_train_on_the_same_prompts_again_is_refused(tmp_path):
     other(tmp_path / "new", max_steps=1, ignore_data_skip=True).train()  # nothing is skipped
 
 
+@pytest.mark.full
 def test_pass_at_k_is_logged_after_a_resume_where_it_would_have_been(tmp_path):
     """Rewards of an early evaluation that are not 0 or 1 say what later ones mean."""
 
@@ -223,6 +229,7 @@ def test_the_same_rows_are_the_same_data_however_they_are_held(tmp_path):
         other(tmp_path, train_dataset=backwards, max_steps=1).train(resume_from_checkpoint=str(checkpoint))
 
 
+@pytest.mark.full
 def test_latest_of_another_trainer_goes_back_to_a_checkpoint_that_has_everything(tmp_path, caplog):
     folder = tmp_path / "out"
     make(folder, **SAVE, max_steps=3).train()

@@ -54,6 +54,7 @@ def test_rewards_of_another_shape_are_refused(tmp_path, changed, shape):
         make(tmp_path, cls=Own).train()
 
 
+@pytest.mark.full
 def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_too(tmp_path):
     here = os.getpid()
 
@@ -74,6 +75,7 @@ def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_to
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.full("True")
 def test_workers_end_with_the_training(tmp_path, fails):
     def look(state: Any) -> None:
         assert psutil.pid_exists(int((tmp_path / "pid").read_text()))

@@ -142,6 +142,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.full("tools")
 def test_what_needs_one_row_refuses_several_with_its_reason(tmp_path, name):
     says = {"images": "takes images, which belong to the one row", "tools": "tools append to a completion's only row"}
     expected = says.get(name, f"{name} is overridden: TRL's dictionary, which it is given, has one row for each")
@@ -167,6 +168,7 @@ def test_diff_tells_the_same_tokens_in_other_contexts(tmp_path):
     assert first_of(diff(folders[0], folders[2])) == ("completions", 1)
 
 
+@pytest.mark.full
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     page = (Path(grpo_ext.__file__).parents[1] / "docs" / "several-rows.md").read_text()
     (script,) = re.findall(r"```python\n(# agent\.py.*?)```", page, re.S)

@@ -20,6 +20,7 @@ from tests.support.tiny import prompts, tiny_model
 from tests.support.trainers import SAVE, make, on, other, parameters, ran
 
 
+@pytest.mark.full
 def test_the_latest_run_is_one_that_went_back_also_before_its_first_checkpoint(tmp_path):
     run = tmp_path / "run"
     ran(make(run, **SAVE))
@@ -36,6 +37,7 @@ def test_the_latest_run_is_one_that_went_back_also_before_its_first_checkpoint(t
     assert run_to_resume("latest", run) == tmp_path / "run-2"
 
 
+@pytest.mark.full
 def test_a_run_that_goes_back_in_the_current_folder_is_found(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
@@ -57,6 +59,7 @@ class Falling(TrainerCallback):
 
 
 @pytest.mark.parametrize("limit", [None, 1])
+@pytest.mark.full
 def test_the_best_checkpoint_comes_along_to_the_folder_of_a_run_that_went_back(tmp_path, limit):
     def build(**settings: Any) -> Any:
         callbacks, data = [Falling()], prompts(4, seed=1)
@@ -91,6 +94,7 @@ def test_the_path_of_the_best_checkpoint_is_not_taken_from_another_run(tmp_path,
     assert [path.name for path in checkpoints(run)] == copies
 
 
+@pytest.mark.full
 def test_a_kill_after_the_first_of_both_checkpoints_leaves_the_best_to_the_next_start(tmp_path, monkeypatch):
     def build(**settings: Any) -> Any:
         callbacks, data = [Falling()], prompts(4, seed=1)
@@ -115,6 +119,7 @@ def test_a_kill_after_the_first_of_both_checkpoints_leaves_the_best_to_the_next_
     assert [path.name for path in checkpoints(tmp_path / "run-2")] == [f"checkpoint-{n}" for n in (1, 2, 3)]
 
 
+@pytest.mark.full
 def test_weights_that_sampled_ahead_are_those_of_the_same_parameters(tmp_path, caplog):
     """A model with others would not find its own among them; also where it is allowed, they are not used."""
     other(tmp_path, rollout_lag=1).train()
@@ -136,6 +141,7 @@ def went_back(tmp_path_factory) -> Path:
     return Path(trainer.args.output_dir)
 
 
+@pytest.mark.full
 def test_a_step_of_a_run_that_went_back_runs_again_from_where_it_went_back(went_back, caplog):
     again = make(went_back, **SAVE).rerun(2)
     assert "Running step 2" in caplog.text

@@ -27,6 +27,7 @@ def with_settings(folder: Any, size: int, **settings: Any) -> torch.Tensor:
     return change(make(folder, max_steps=1, rollout_chunk_size=size, generation_kwargs=settings, **pad))
 
 
+@pytest.mark.full
 def test_the_prompts_that_share_a_call_change_nothing_where_processors_read_rows(tmp_path):
     settings = {"min_length": 9, "no_repeat_ngram_size": 2, "bad_words_ids": [[0, 4]]}
     whole = with_settings(tmp_path, 16, **settings)

@@ -78,6 +78,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("loss", "form", "steps"), cases())
+@pytest.mark.full("('gspo', 5, 2)", "('load balance', 1, 2)", "('vespo', 8, 2)")
 def test_the_update_is_that_of_a_plain_loop_over_rows(tmp_path, loss, form, steps):
     cfg, agent = Plain(**{"loss_type": loss, **EXTRA, **LOSSES[loss]}), Agent()
     start, found, _ = update_of(tmp_path, cfg, agent, steps, **FORMS[form])

@@ -66,6 +66,7 @@ def plain_scores(model: Any, batch: RolloutBatch, row: int, temperature: float =
     ],
     ids=str,
 )
+@pytest.mark.full("{'temperature': 0.7, 'teacher_kl_coef': 0.3}")
 def test_the_update_is_that_of_plain_transformers_in_float64(tmp_path, settings):
     temperature, factor = settings.get("temperature", 1.0), settings.get("teacher_kl_coef", 1.0)
     with float64_throughout(tiny_model().double()) as model, float64_throughout(teacher().double()) as other:
@@ -96,6 +97,9 @@ def test_the_update_is_that_of_plain_transformers_in_float64(tmp_path, settings)
         ("moe", {"model": "moe", "routing_replay": True, "max_steps": 2}),  # which routes by itself
     ],
     ids=str,
+)
+@pytest.mark.full(
+    "llama-{'rollout_lag': 1, 'max_steps': 3}", "moe-{'model': 'moe', 'routing_replay': True, 'max_steps': 2}"
 )
 def test_the_column_is_the_teachers_own_and_the_teacher_stays_as_it_is(tmp_path, kind, settings):
     trainer = make(tmp_path, teacher_model=teacher(kind), **settings)
@@ -164,6 +168,7 @@ def test_a_wider_vocabulary_is_fine(tmp_path):
     assert float((found - plain_scores(wide, batch, 0)).abs().max()) < 10 * METRIC
 
 
+@pytest.mark.full
 def test_overrides_pass_it_on(tmp_path):
     names = ("_generate_and_score_completions", "_get_per_token_logps_and_entropies", "compute_loss", "_compute_loss")
     expected = change(make(tmp_path / "plain", teacher_model=teacher(), max_steps=1))
@@ -196,6 +201,7 @@ def test_an_evaluation_logs_the_distance(tmp_path):
 # ---- Resume ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     settings = {"bitwise_invariant": True, "rollout_batch_size": 32, **SAVE}
 
@@ -208,6 +214,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     assert log_of(straight, "teacher_kl") == log_of(resumed, "teacher_kl")
 
 
+@pytest.mark.full
 def test_a_run_is_resumed_with_its_own_teacher_alone(tmp_path):
     with_teacher, without = {"teacher_model": teacher(), **SAVE}, SAVE
     make(tmp_path / "with", max_steps=1, **with_teacher).train()

@@ -86,6 +86,7 @@ def test_vllm_that_cuts_what_processes_sampled_together_is_refused(tmp_path, mon
         trainer_with(tmp_path, tools=[count], **settings)
 
 
+@pytest.mark.full
 def test_whatever_a_parser_raises_the_completion_is_a_text(tmp_path, caplog):
     tokenizer = sampled(lambda ids: ["count"])
     calls, numbers = tokenizer.parse_response, iter(range(10**6))

@@ -384,6 +384,7 @@ def test_entries_of_large_batches_are_blocks(monkeypatch):
     assert [a == b for a, b in zip(one, other)] == [True, True, True, False]
 
 
+@pytest.mark.full
 def test_the_command_says_what_differs_on_a_page_too(tmp_path, base, thirds):
     other = run(tmp_path / "<b>other", seed=9, max_steps=2)
     files = [tmp_path / name for name in ("page.html", "result.json")]

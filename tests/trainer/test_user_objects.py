@@ -7,6 +7,7 @@ import torch
 from transformers import TrainerCallback
 
 from grpo_ext.errors import ModelError
+from tests.support.selection import few_of
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_scorer, tiny_tokenizer
 from tests.support.trainers import make, other, parameters, ran
 
@@ -51,10 +52,10 @@ def objects(**changes: Any) -> dict[str, Any]:
     }
 
 
-ALONE = {"reward": Reward(), "reward_processing_classes": None}
+AHEAD = {"rollout_lag": 1, "bitwise_invariant": True, "reward": Reward(), "reward_processing_classes": None}
 
 
-@pytest.mark.parametrize("changes", [{}, {"rollout_lag": 1, "bitwise_invariant": True, **ALONE}])
+@pytest.mark.parametrize("changes", few_of([{}, AHEAD], [AHEAD]))
 def test_no_object_is_asked_for_its_truth(tmp_path, changes):
     whole = ran(other(tmp_path / "whole", **objects(**changes)))
     again = ran(other(tmp_path / "again", **objects(**changes)), tmp_path / "whole" / "checkpoint-1")

@@ -65,6 +65,7 @@ def ratios(trainer: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.full("1")
 def test_a_server_samples_with_the_adapter_of_the_step(tmp_path, serving, lag):
     trainer = ran(adapted(tmp_path, rollout_lag=lag))
     assert serving.sent == 0  # no weights
@@ -84,6 +85,7 @@ def test_weights_are_sent_where_the_adapter_is_not_and_teach_the_same(tmp_path, 
         assert error(change(adapted(tmp_path / "alone")), merged) < 1e-4
 
 
+@pytest.mark.full
 def test_a_resumed_run_samples_with_its_own_adapter_on_a_server_that_has_an_older_one(tmp_path, serving):
     adapted(tmp_path / "straight", **SAVE).train()
     left = list(serving.adapters)  # what the server still has when the run resumes

@@ -44,6 +44,7 @@ def furthest_ratio(log: dict[str, Any]) -> float:
     ],
     ids=str,
 )
+@pytest.mark.full("{'top_p': 0.9, 'temperature': 0.7, 'vllm_importance_sampling_mode': 'token_truncate'}")
 def test_ratios_to_vllm_are_one_where_its_masks_are_replayed(tmp_path, engines, settings):
     unbounded = {**COLOCATE, "vllm_importance_sampling_clip_max": 1e9, **settings}
     replayed = first_line(tmp_path / "replayed", **unbounded, **REPLAY)  # with the check, whatever is left
@@ -181,6 +182,7 @@ def rows_of(trainer: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
 
 
 @pytest.mark.parametrize("chosen", ["by its routers", "others"])
+@pytest.mark.full("by its routers")
 def test_the_experts_of_the_engine_are_replayed(tmp_path, routed_engines, monkeypatch, chosen):
     if chosen == "others":
         monkeypatch.setattr(RoutedEngine, "routed_of", other_experts)

@@ -53,7 +53,8 @@ def test_the_same_gradients_under_checkpointing(kind, caplog):
     assert not any(layer._can_checkpoint_with_cache for layer in layers)  # put back
 
 
-@pytest.mark.parametrize("kind", few_of(PREFIXED, ALWAYS))
+@pytest.mark.parametrize("kind", PREFIXED)
+@pytest.mark.full
 def test_in_float64_throughout_nothing_but_its_rounding_is_left(kind):
     """What float32 shows is rounding, then: of the prefix form, of packs, and under checkpointing."""
     batch = rows_of(*SHAPES["groups"])
@@ -125,6 +126,7 @@ def healthy(kind: str) -> tuple[Any, list[Any]]:
         *(pytest.param("qwen3_5_text", fault, marks=pytest.mark.full) for fault in ("position", "padding")),
     ],
 )
+@pytest.mark.full("qwen3_5_text-neighbour")
 def test_a_planted_fault_is_found(monkeypatch, kind, fault):
     model, batches = healthy(kind)
     changes = {

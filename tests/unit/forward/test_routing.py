@@ -38,6 +38,7 @@ def forms_of(model: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.full("qwen3_next", "deepseek_v3")
 def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
     model, rows = model_of(kind), rows_of(*SHAPES["groups"])
     reference = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC
@@ -73,6 +74,7 @@ def test_every_form_records_and_replays_the_experts_of_the_same_tokens(kind):
         ("deepseek_v3", True),
     ],
 )
+@pytest.mark.full("qwen3_moe-False")
 def test_recomputation_under_checkpointing_replays_too(kind, reentrant):
     model, rows = model_of(kind), rows_of(*SHAPES["groups"])
     reference = run_rows("padded", model, rows, with_router=True, record_experts=True).experts_NC

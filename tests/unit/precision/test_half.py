@@ -74,6 +74,7 @@ def test_the_weights_are_put_back_after_an_error():
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
+@pytest.mark.full
 def test_a_bitwise_run_with_an_adapter_keeps_its_bits_across_splits(tmp_path):
     settings = {"peft_config": LoraConfig(**LORA), "bf16": True, "bitwise_invariant": True, "max_steps": 1}
     settings |= {"canonical_unit_size": 3, "rollout_chunk_size": 8}

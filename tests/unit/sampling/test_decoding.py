@@ -33,6 +33,7 @@ def sample(model: Any, compact: bool, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.full) for kind in FURTHER)])
+@pytest.mark.full("moe")
 def test_the_same_keys_give_the_same_completions(kind):
     model = model_of(kind)
     found = sample(model, compact=True)

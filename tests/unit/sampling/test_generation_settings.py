@@ -110,6 +110,7 @@ def alone(model: Any, config: GenerationConfig, compact: bool) -> list[list[int]
 
 
 @pytest.mark.parametrize("name", few_of(CASES, CASES.keys() - FULL))
+@pytest.mark.full("bad_words_ids", "both lengths", "filters", "sequence_bias", "suppress_tokens", "together")
 def test_a_row_is_the_same_at_two_widths_of_padding_in_either_loop(model, name):
     config = sampling(**CASES[name])
     assert why_not_by_key(model, config) is None

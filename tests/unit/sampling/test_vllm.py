@@ -44,6 +44,7 @@ def test_a_server_that_returns_other_rows_is_refused(tmp_path, monkeypatch):
         make(tmp_path / "run", **SERVER).train()
 
 
+@pytest.mark.full
 def test_rows_whose_tokens_differ_after_an_answer_are_asked_for_one_by_one(tmp_path, monkeypatch):
     client = stand_in(tmp_path / "server", monkeypatch.setattr)
     asked, answer = [], client.generate

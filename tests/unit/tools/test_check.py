@@ -299,6 +299,7 @@ def test_stock_trl_trains_only_splits_that_share_no_forward(monkeypatch, tmp_pat
     assert launched == [(OURS, 1), (OURS, 2), (STOCK, 1)]
 
 
+@pytest.mark.full
 def test_processes_that_share_their_forwards_learn_the_same(fork_launches, monkeypatch, tmp_path):
     config = {**TRAINED, "learning_rate": 1e-3, "adam_epsilon": 1e-4, "rollout_chunk_size": 4}
     run = saved(tmp_path, config)

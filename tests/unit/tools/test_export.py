@@ -43,6 +43,7 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.full("None")
 def test_a_full_model_is_the_trained_one_as_stored_or_converted(full, tmp_path, dtype):
     checkpoint, trained = full
     assert export(checkpoint, tmp_path / "out", dtype=dtype) == "full"
@@ -247,6 +248,7 @@ def test_an_adapter_of_tied_weights_is_merged_into_a_copy(tied, tmp_path, adapte
     assert not torch.allclose(expected, logits(AutoModelForCausalLM.from_pretrained(tied)), atol=1.0)
 
 
+@pytest.mark.full
 def test_a_trained_adapter_of_a_tied_embedding_is_merged_and_rounded_to_half_precision(tied, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tied)
     adapter = LoraConfig(**{**LORA, "target_modules": ["embed_tokens", "q_proj"]})

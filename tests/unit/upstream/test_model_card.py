@@ -24,6 +24,7 @@ def run_shown(card: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("peft", [False, True])
 @pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.full("False-False", "False-True", "True-False")
 def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_runs(
     tmp_path, monkeypatch, capsys, chat, peft
 ):
