@@ -69,13 +69,9 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: places.get(item.nodeid.split("::")[0], len(places)))
     if config.getoption("--full"):
         return
-    config.hook.pytest_deselected(items=[item for item in items if left_to_full(item)])
-    items[:] = [item for item in items if not left_to_full(item)]
-
-
-def left_to_full(item):
-    """By the marker: a folder of that name is among an item's keywords too."""
-    return any(not mark.args or item.callspec.id in mark.args for mark in item.iter_markers("full"))
+    # by the marker: a folder of that name is among an item's keywords too
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 def freeze():
@@ -114,12 +110,12 @@ def lasting(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="session")
 def stock_results(lasting, request):
-    from tests.support import kept, spared  # import torch, which takes seconds where nothing else needs it
+    from tests.support import kept, selection, spared  # import torch, which takes seconds where nothing else needs it
 
     kept.folder = lasting("stock")
     if request.config.getoption("--full"):
-        os.environ[spared.FULL] = "1"
-    else:  # with --full in launches alone, where many runs have one model
+        os.environ[selection.FULL] = "1"
+    else:  # with --full trainers of this process compare as those of users do; launches remember in any case
         spared.remember_comparisons()
     spared.spare()
 

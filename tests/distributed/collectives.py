@@ -122,8 +122,8 @@ if importlib.util.find_spec("trl.experimental.gmpo") is not None:  # since TRL 1
 
 # with --full alone
 FULL = (
-    *("rollout of several rounds", "gmpo", "hook", "comparison", "gathers", "objects of the loss"),
-    *("rollout function", "send ahead", "without super", "field of one", "turns", "evaluation, memory"),
+    *("rollout of several rounds", "gmpo", "hook", "comparison", "rollout function", "send ahead"),
+    "evaluation, memory",
 )
 
 

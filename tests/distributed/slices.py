@@ -30,11 +30,11 @@ from grpo_ext.run.record import STEP
 from grpo_ext.runtime import sequence_group
 from grpo_ext.runtime.sequence_group import SequenceGroup
 from tests.distributed.tasks import RANK, save, trainer_of
-from tests.support import spared
 from tests.support.architectures import VIEWING, architecture
 from tests.support.images import image_model, image_processor
 from tests.support.launch import leave
 from tests.support.packs import MODELS, SHAPES, apart, model_of, rows_of, scoring, with_gradient
+from tests.support.selection import FULL
 from tests.support.trainers import make, passing_on
 
 KINDS = (*MODELS, "gpt_oss", "deepseek_v3", *VIEWING)
@@ -102,7 +102,7 @@ def cases_of(size: int, full: bool) -> list[tuple[str, str]]:
 
 def of_kinds(group: SequenceGroup) -> dict[tuple[str, str], list[float]]:
     found = {}
-    for kind, shape in cases_of(group.size, spared.FULL in os.environ):
+    for kind, shape in cases_of(group.size, FULL in os.environ):
         policy, rows = CASES[kind, shape](), rows_of(*SHAPES[shape])
         found[kind, shape] = differences(policy, rows, group, with_router=kind == "router")
     return found
@@ -308,7 +308,7 @@ if __name__ == "__main__":
     groups = {size: SequenceGroup(accelerator, size, 60) for size in SIZES}
     result = {(name, size): task(group) for size, group in groups.items() for name, task in TASKS.items()}
     result |= {"refused": why_refused(groups[2]), "refusals": refusals(folder)}
-    if spared.FULL in os.environ:
+    if FULL in os.environ:
         result["step again"] = step_again(folder)
     save(folder, result | {"saved whole": saved_of_completion(None)})
     leave(folder)

@@ -192,7 +192,7 @@ def launches(folder, request):
     @functools.cache
     def outcome(engine: str, processes: int) -> dict[str, Outcome] | str:
         whole = processes == 3 or (engine == "single" and full)
-        run = folder / f"{engine}_{processes}"  # with all jobs, of the launcher's own interpreters
+        run = folder / f"{engine}_{processes}"
         jobs = [job for job in (ALL if whole else FEW) if engine == "fsdp2" or not job.whole]
         if engine == "zero3":  # refuses it
             jobs = [job for job in jobs if job.start is True]
@@ -203,7 +203,7 @@ def launches(folder, request):
         if engine == "single":
             jobs = [job for job in jobs if job.name in ALIKE]
         try:
-            return launch(run, folder / "model", engine, processes, jobs, fork=not whole)
+            return launch(run, folder / "model", engine, processes, jobs, fork=engine != "fsdp2" or not whole)
         except AssertionError as error:  # for every test; launched once
             return str(error)
 

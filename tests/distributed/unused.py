@@ -27,7 +27,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "noise": SGD,
     "watched": SGD,
 }
-# with --full alone: in "bitwise" is the optimizer of the first; hooks
 FULL = ("adamw", "clamp", "noise")
 HOOKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clamp": lambda gradient: gradient.clamp(-1e-3, 1e-3) * (gradient > 0),

@@ -16,7 +16,7 @@ NAMES = [  # what bitwise mode takes
     name for name, case in CASES.items() if "micro_batch_tokens" not in case.config and case.rollout_func is None
 ]
 # what `make test` takes, and on how many processes; long runs have the same bits in test_ahead.py (two processes) and
-# test_resume.py (with replayed masks, on three)
+# test_resume.py
 ALWAYS = {
     "moe": 4,  # a statistic of the step
     "few_groups": 3,  # a process without a group

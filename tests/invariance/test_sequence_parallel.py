@@ -23,7 +23,7 @@ NAMES = [name for name in CASES if name not in REFUSED]
 TWO_GROUPS, ONE_GROUP = (4, 2, 5), (2, 2, 3)
 SPLITS = [TWO_GROUPS, ONE_GROUP, (4, 4, 16)]
 # what `make test` takes: statistics of the step where groups add theirs
-FEW = {"cut_moe": TWO_GROUPS, "replayed": ONE_GROUP}  # experts replayed under FSDP2: distributed/test_engines.py
+FEW = {"cut_moe": TWO_GROUPS, "replayed": ONE_GROUP}
 
 
 def shared_run(bench: Bench, name: str, members: int, size: int) -> Run:

@@ -78,11 +78,11 @@ def fits(name: str, layout: str) -> bool:
 
 
 def layouts_of(name: str) -> list[str]:
-    """A layout of each case whose budget cuts completions, and of every second one a layout that does not."""
+    """A layout of each case whose budget cuts completions, and of every third one a layout that does not."""
     place = NAMES.index(name)
     cutting, others = ([one for one in layouts if fits(name, one)] for layouts in (CUTTING, OTHERS))
     found = [*([FEW[name]] if name in FEW else []), cutting[place % len(cutting)]]
-    return list(dict.fromkeys([*found, *([others[place // 2 % len(others)]] if place % 2 else [])]))
+    return list(dict.fromkeys([*found, *([others[place // 3 % len(others)]] if place % 3 == 2 else [])]))
 
 
 def run_of(bench: Bench, name: str, label: str, size: int = REFERENCE, **changes: Any) -> CaseRun:

@@ -18,7 +18,7 @@ from tests.tolerances import DIFFERENT, METRIC, UPDATE
 
 NAMES = [name for name in CASES if name not in ("leak", "partial")]  # which depend on the split
 SIZES = dict.fromkeys(CASES, 5) | {"async": 3}
-FULL = ("tools", "company", "environments", "hanging", "few", "rewarding", "ahead")
+FULL = ("tools", "company", "environments", "hanging", "few", "rewarding", "ahead", "partial")
 
 
 def launched(folder: Path, processes: int, *runs: tuple[str, int, dict[str, Any]]) -> str:
@@ -119,7 +119,9 @@ def test_every_case_calls_tools_and_learns(runs, name):
         assert failures[name] in answers
 
 
-@pytest.mark.parametrize(("name", "column"), [("leak", "transcript"), ("partial", "Partial")])
+@pytest.mark.parametrize(
+    ("name", "column"), [marked("leak", "transcript", full=False), marked("partial", "Partial", full=True)]
+)
 def test_a_tool_or_a_reward_that_knows_its_process_is_seen(runs, name, column):
     (alone,) = runs(name, 1, 24)
     one, other = runs(name, 2, SIZES[name])

@@ -31,7 +31,6 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("line", CHANGES)
-@pytest.mark.full("outputs 0 (train) completion_ids")
 def test_a_change_is_found(runs, line):
     stock, scored, _ = runs
     assert compare(stock, scored) == []

@@ -94,11 +94,7 @@ CASES: dict[str, tuple[str, Callable[[], Dataset], dict[str, Any], dict[str, Any
 }
 
 
-FEW = ("data set, llava", "environments", "tools, two steps")  # of `make test`
-
-
-@pytest.mark.parametrize("name", few_of(CASES, FEW))
-@pytest.mark.full("data set, llava", "tools, two steps")
+@pytest.mark.parametrize("name", few_of(CASES, ("environments",)))
 def test_images_are_those_of_stock_trl(tmp_path, name):
     family, rows, parts, settings, counts = CASES[name]
     act = knowing_images if "tools" in parts else train

@@ -22,6 +22,7 @@ from tests.parity.scripts import (
     tokens_of,
     writing_reward,
 )
+from tests.support.selection import few_of
 from tests.support.tiny import prompts, stock_scores, tiny_model
 
 pytestmark = stock_scores
@@ -62,8 +63,7 @@ def test_environments_of_two_kinds_show_their_tools_and_may_give_the_rewards_at_
     assert stock.metrics[0][1]["rewards/Shop/mean"][0] > 0
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["text", "parts"])
-@pytest.mark.full("text")
+@pytest.mark.parametrize("parts", few_of([False, True], [True]), ids=["text", "parts"])
 def test_an_observation_becomes_part_of_the_last_message(tmp_path, parts):
     contents = [[{"type": "text", "text": text}] if parts else text for text in "abc"]
     messages = [[{"role": "system", "content": contents[2]}, {"role": "user", "content": one}] for one in contents]
@@ -118,7 +118,6 @@ def test_settings_of_the_template_reach_prompts_and_reward_models(tmp_path):
 
 
 @pytest.mark.parametrize(("chat", "steps"), [(False, 1), (True, 2)])
-@pytest.mark.full("False-1")
 def test_columns_reach_reward_functions_and_rows_stay_as_they_are(tmp_path, chat, steps):
     def parts(journal: Journal) -> dict[str, Any]:
         if chat:

@@ -129,14 +129,8 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(("kinds", "steps"), [*((kinds, 1) for kinds in CALLS), ("asynchronous, types", 2)])
-@pytest.mark.full(
-    "asynchronous, types-1",
-    "asynchronous, types-2",
-    "malformed, truncated-1",
-    "one after text, parallel, unknown-1",
-    "wrong arguments-1",
-)
+@pytest.mark.parametrize("kinds", few_of(CALLS, ["failing, unsupported, no text"]))
+@pytest.mark.parametrize("steps", few_of([1, 2], [1]))
 def test_calls_are_answered(tmp_path, kinds, steps):
     reply = by_turn(CALLS[kinds], ["then " + call("count", number=7) + EOS], [f"done{EOS}"])
     stock = alike(tmp_path, lambda journal: talking(journal, reply), steps_per_generation=steps, **LONG)
@@ -145,8 +139,7 @@ def test_calls_are_answered(tmp_path, kinds, steps):
     assert all(answered) or kinds == "malformed, truncated"
 
 
-@pytest.mark.parametrize("turns", [0, 2, None])
-@pytest.mark.full("2", "None")
+@pytest.mark.parametrize("turns", few_of([0, 2, None], [0]))
 def test_a_transcript_has_at_most_so_many_turns(tmp_path, turns):
     reply = by_turn([call("count", number=1) + EOS, f"no{EOS}"], *[[call("count", number=1) + EOS]] * 3, [f"end{EOS}"])
     stock = alike(tmp_path, lambda journal: talking(journal, reply), max_tool_calling_iterations=turns, **LONG)

@@ -1,11 +1,10 @@
 """The matrix: what is trained, under which splits, and where stock TRL is known to differ.
 
 Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes those outside `FULL`, in
-one process with one micro-batch and on several with a smaller one: losses that divide by tokens of the completion, of
-the step or by a constant, by prompts and by sequences; a user's loss; a teacher; KL in bfloat16; a trust region with a
-mask of off-policy completions; steps that cut groups; the prefix form; convolutions beside attention, images, LoRA with
-dropout; a rollout function; an evaluation. `make test-full` takes all cases, each with one micro-batch size for each
-number of processes. That any partition of a step adds up for every loss type and term is proved without a trainer
+one process with one micro-batch and on several with a smaller one: the loss of GRPO, a user's loss, KL in bfloat16,
+steps that cut groups, the prefix form, convolutions beside attention, images, LoRA with dropout, a rollout function, an
+evaluation. `make test-full` takes all cases, each with one micro-batch size for each number of processes. That any
+partition of a step adds up for every loss type and term is proved without a trainer
 (tests/unit/algorithms/test_losses.py).
 """
 
@@ -213,16 +212,16 @@ FULL = (
     # advantages, which are computed of whole groups before a step is divided: test_advantages.py, test_pass_at_k.py
     *("gdpo", "two_rewards", "reinforce_baseline", "max_rl", "pass_at_k", "optimal_baseline", "dynamic_reused"),
     # what test_sequence_parallel.py or test_bitwise.py takes on several processes
-    *("quantile_bonus", "replayed", "cut_moe", "moe", "few_groups", "truncated"),
-    *QUANTISED,
-    "routed",  # trainer/test_replay.py; under FSDP2 distributed/test_engines.py
+    *("replayed", "cut_moe", "moe", "few_groups", "truncated"),
+    # on one process: trainer/test_replay.py, trainer/test_teacher.py, trainer/test_quantised.py
+    *("routed", "teacher", "teacher_alone", *QUANTISED),
     # with a lag: test_ahead.py
     *AHEAD,
     # another case of the same kind is taken
+    "quantile_bonus",
     *("cut_prompt_mean", "cut_dynamic", "cut_reused", "hybrid", "hybrid_moe", "hybrid_mamba", "padded", "sampling"),
     *("gpt2", "kl_lora", "checkpointing", "token_budget", "images_apart", "images_tiled", "rollout_func_few"),
-    *("teacher", "teacher_alone", "generated", "dropout", "dropout_cut", "dropout_ahead"),
-    *("lora_dropout_bf16", "lora_dropout_hybrid", "dora_dropout"),
+    *("dropout", "dropout_cut", "dropout_ahead", "lora_dropout_bf16", "lora_dropout_hybrid", "dora_dropout"),
 )
 
 SETTINGS = {

@@ -40,6 +40,7 @@ from unittest import mock
 
 from grpo_ext.tools.check.runs import OUTPUT, launched, ranked
 from tests.support import spared
+from tests.support.selection import FULL
 
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
@@ -51,7 +52,7 @@ AT_IMPORT = {name: value for name, value in SERVED.items() if name != "PYTHONWAR
 LATER = (
     *ranked({}, 2)[0],
     *("PYTEST_CURRENT_TEST", "ACCELERATE_USE_CPU", "PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-    *(spared.FULL, "CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG"),
+    *(FULL, "CC", "CXX", "WANDB_SERVICE", "DS_ACCELERATOR", "CUBLAS_WORKSPACE_CONFIG"),
 )
 PATIENCE_S = 30.0  # from the end of the first process to that of the others, as torchrun has it
 

@@ -1,5 +1,6 @@
 """Imported once by the fork server of tests.support.forks: what a run imports, now or in its course."""
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -7,7 +8,6 @@ import importlib.metadata
 import importlib.util
 
 import matplotlib.figure  # noqa: F401  the report of a run that has ended
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import grpo_ext
 import grpo_ext.run.fingerprint
@@ -23,8 +23,10 @@ if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed  # noqa: F401  Accelerate looks into it as soon as it is installed
 for kind in ("gpt2", "llama", "qwen2", "qwen2_moe"):  # those of nearly all launches (tests.support.tiny)
     importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-# a table of hundreds of patterns, which a process compiles when it first loads a checkpoint
-get_checkpoint_conversion_mapping("qwen2")
+with contextlib.suppress(ImportError):  # of other versions of transformers
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("qwen2")  # compiles hundreds of patterns when it is first called
 
 importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)  # as in tests/conftest.py
 importlib.metadata.version = functools.cache(importlib.metadata.version)

@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.support import spared
-
+FULL = "GRPO_EXT_TESTS_FULL"  # a variable of the environment with --full, also of launches
 Case = TypeVar("Case")
 
 
@@ -18,4 +17,4 @@ def few_of(cases: Iterable[Any], few: Container[Any]) -> list[Any]:
 
 def selected(cases: dict[str, Case], full: Container[str]) -> dict[str, Case]:
     """The cases without those of `full`, which are left to `make test-full`; for the processes of a launch too."""
-    return {name: case for name, case in cases.items() if name not in full or spared.FULL in os.environ}
+    return {name: case for name, case in cases.items() if name not in full or FULL in os.environ}

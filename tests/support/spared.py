@@ -19,10 +19,10 @@ from trl.trainer import utils as trl_utils
 from grpo_ext.batching import packing
 from grpo_ext.forward import attention, choice, form_check, forms, lm_head, prefix_cache, shared_prefix
 from grpo_ext.forward.form_check import RowsAlone
+from tests.support.selection import FULL
 
 # TRL's forward, which calls that of the class: of a version that has one
 _FUSED = getattr(trl_utils, "add_fused_lm_head", lambda: None).__code__.co_consts
-FULL = "GRPO_EXT_TESTS_FULL"  # a variable of the environment with --full, also of launches
 _CODE = (attention, form_check, forms, lm_head, packing, prefix_cache, shared_prefix)  # where tests plant faults
 _LIBRARIES = {"torch", "transformers", "peft"}  # whose modules compute the same from the same weights
 

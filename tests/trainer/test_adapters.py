@@ -46,7 +46,6 @@ def test_an_adapter_that_looks_for_tokens_in_the_prompt_trains_with_default_sett
     ],
     ids=["lily", "pvera"],
 )
-@pytest.mark.full("pvera")
 def test_an_adapter_that_depends_on_the_micro_batch_is_refused(tmp_path, monkeypatch, adapter, words):
     with pytest.raises(SplitDependentError, match=words):
         make(tmp_path, adapter())

@@ -136,8 +136,7 @@ def server(tmp_path, monkeypatch) -> StandIn:
     return stand_in(tmp_path / "server", monkeypatch.setattr)
 
 
-@pytest.mark.parametrize(("evaluates", "dynamic"), [(True, False), (False, True)])
-@pytest.mark.full
+@pytest.mark.parametrize(("evaluates", "dynamic"), [(True, False), pytest.param(False, True, marks=pytest.mark.full)])
 def test_a_server_has_the_weights_that_sample_and_no_others(tmp_path, server, evaluates, dynamic):
     lag = 1 + evaluates
     settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 4, "learning_rate": 1e-2, "top_k": 0}

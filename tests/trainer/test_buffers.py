@@ -143,7 +143,6 @@ def test_a_buffer_that_changes_later_forwards_is_refused_by_name(tmp_path, name)
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
-@pytest.mark.full
 def test_it_can_be_trained_with_a_warning_and_then_depends_on_the_split(tmp_path, caplog):
     def update(size: int) -> torch.Tensor:
         kept = {"allow_split_dependent": True, "per_device_train_batch_size": size, "max_steps": 1}
@@ -165,8 +164,7 @@ def test_a_buffer_of_two_modules_is_refused_and_stays_as_it_was(tmp_path, reader
     assert not state.any()
 
 
-@pytest.mark.parametrize("kind", few_of([None, Counter, Cache], [Counter, Cache]))
-@pytest.mark.full("Cache")
+@pytest.mark.parametrize("kind", few_of([None, Counter, Cache], [Counter]))
 def test_buffers_that_change_nothing_train(tmp_path, kind):
     def update(size: int) -> torch.Tensor:
         return change(make(tmp_path / str(size), model_with(kind), per_device_train_batch_size=size, max_steps=1))

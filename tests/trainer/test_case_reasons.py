@@ -14,6 +14,7 @@ from grpo_ext.run.case_comparison import case_text
 from grpo_ext.run.cases import Cases
 from grpo_ext.run.record import read_record
 from tests.support.case_runs import ALL, RUN, TWICE, letters, rerun, rows_of, trained
+from tests.support.selection import few_of
 from tests.support.tiny import tiny_model
 from tests.support.trainers import make
 
@@ -84,8 +85,7 @@ def test_rewards_that_are_others_when_they_are_called_again_are_said(tmp_path):
     assert again.cases[1]["gradient"][ALL]["difference"] > 0
 
 
-@pytest.mark.parametrize("most", [4, 16])
-@pytest.mark.full("16")
+@pytest.mark.parametrize("most", few_of([4, 16], [4]))
 def test_rewards_that_the_record_has_only_sums_of_are_said_to_be_computed_again(tmp_path, monkeypatch, caplog, most):
     monkeypatch.setattr(trail, "MOST_ENTRIES", most)  # of 16 completions
     folder = trained(tmp_path / "run", reward=letters)
@@ -239,8 +239,7 @@ def test_what_a_loss_logs_is_that_of_the_step_alone(tmp_path, cases):
     assert len(trainer._logs["losses"]) == 2  # micro-batches
 
 
-@pytest.mark.parametrize(("loss", "known"), [("sapo", False), ("grpo", True)])
-@pytest.mark.full("grpo-True")
+@pytest.mark.parametrize(("loss", "known"), [("sapo", False), pytest.param("grpo", True, marks=pytest.mark.full)])
 def test_a_loss_without_a_clip_has_no_clipped_tokens(tmp_path, loss, known):
     folder = trained(tmp_path / "run", loss_type=loss)
     again = rerun(folder, 2, {"epsilon": 0.5}, loss_type=loss)

@@ -206,11 +206,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "several steps": {"rollout_batch_size": 32, "max_steps": 3, "save_steps": 2},
     "quantile": {"top_entropy_quantile": 0.5},
 }
-FEW = ("bits", "half precision", "adaptive entropy", "own scores")
 
 
-@pytest.mark.parametrize("kind", few_of(KINDS, FEW))
-@pytest.mark.full("half precision", "own scores")
+@pytest.mark.parametrize("kind", few_of(KINDS, ("bits", "adaptive entropy")))
 def test_the_settings_of_the_run_make_no_difference_and_the_step_is_the_same_afterwards(tmp_path, kind):
     changes = {**RUN, **KINDS[kind]}
     folder = trained(tmp_path / "run", **changes)

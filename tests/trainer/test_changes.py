@@ -208,10 +208,10 @@ FOLLOWED: dict[str, tuple[Any, ...]] = {
     "multi_objective_aggregation": (setting("multi_objective_aggregation", "normalize_then_sum"), two_rewards),
     "ref_model": (other_reference, dict, {"beta": 0.5, "max_steps": 3}),
 }
-# of prompts, turns, sampling, ends, rewards and the reference
+# of sampling, ends, rewards and the reference
 FEW = {
-    *("chat_template_kwargs", "tools", "environment_factories", "eos_token_ids", "generation_config", "rollout_func"),
-    *("mask_truncated_completions", "reward_funcs", "scale_rewards", "ref_model"),
+    *("eos_token_ids", "generation_config", "rollout_func", "mask_truncated_completions"),
+    *("reward_funcs", "scale_rewards", "ref_model"),
 }
 LEARN_THE_SAME = {"generation_kwargs", "reward_func_names"}  # as without the change
 
@@ -219,9 +219,6 @@ LEARN_THE_SAME = {"generation_kwargs", "reward_func_names"}  # as without the ch
 @stock_scores
 @WHEN
 @pytest.mark.parametrize("name", few_of(FOLLOWED, FEW))
-@pytest.mark.full(
-    "chat_template_kwargs-callback", "environment_factories-callback", "ref_model-callback", "tools-callback"
-)
 def test_a_change_is_followed_as_in_trl(tmp_path, name, when):
     act, parts, settings = FOLLOWED[name] + (None, dict, {})[len(FOLLOWED[name]) :]
     learns_as_in_trl(tmp_path, when(act), parts, name not in LEARN_THE_SAME, **settings)
@@ -267,7 +264,6 @@ def test_corrections_of_what_vllm_samples_are_followed(tmp_path, monkeypatch, wh
 @pytest.mark.parametrize(
     ("name", "value", "lag"), [("vllm_generation", print, 0), ("vllm_generation.temperature", 0.5, 1)]
 )
-@pytest.mark.full("vllm_generation-print-0-callback")
 def test_another_engine_is_refused(tmp_path, monkeypatch, when, name, value, lag):
     stand_in(tmp_path / "server", monkeypatch.setattr)
     settings = {**VLLM, "rollout_lag": lag, "max_steps": 4}
@@ -348,7 +344,6 @@ REFUSED = [
 
 @WHEN
 @pytest.mark.parametrize(("name", "act", "parts", "says", "settings"), REFUSED)
-@pytest.mark.full("chat_template_kwargs-callback")
 def test_a_change_that_cannot_be_followed_is_refused_by_name(tmp_path, name, act, parts, says, settings, when):
     trainer = build(tmp_path, GRPOTrainer, when(act), parts=parts, **settings)
     if says == IN_INIT and when is afterwards:  # a subclass's `__init__` may make it

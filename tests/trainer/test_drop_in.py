@@ -69,7 +69,6 @@ def test_the_users_settings_of_the_reference_stay(tmp_path):
         make(tmp_path, sync_ref_model=True)
 
 
-@pytest.mark.full
 def test_a_stream_trains_and_resumes_like_the_data_set_it_streams(tmp_path):
     rows = prompts(10)
     settings = {"shuffle_dataset": False, "max_steps": 5}

@@ -72,11 +72,18 @@ def lora_step(tmp_path_factory) -> torch.Tensor:
 
 # every form learns the same, below
 OTHER_FORMS = ("lora padded", "lora prefix")
-LEFT_TO_FULL = {*OTHER_FORMS, "dora", "ahead", "prefixes of a hybrid"}
+LEFT_TO_FULL = {
+    *OTHER_FORMS,
+    "dora",
+    "ahead",
+    "prefixes of a hybrid",
+    "modules_to_save",
+    "residual",
+    "residual, reentrant",
+}
 
 
 @pytest.mark.parametrize("kind", few_of(CASES, CASES.keys() - LEFT_TO_FULL))
-@pytest.mark.full("modules_to_save", "residual", "residual, reentrant")
 def test_the_update_does_not_depend_on_the_micro_batch_size(tmp_path, kind):
     whole, cut = (learned(tmp_path, kind, size) for size in (16, 3))
     assert error(whole, cut) <= UPDATE
@@ -218,7 +225,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.full("attention (GPT-2's default)")
 def test_what_cannot_be_followed_is_refused_by_name_before_training(tmp_path, kind):
     build, message = REFUSED[kind]
     trainer = make(tmp_path, build())
@@ -285,8 +291,7 @@ class OtherColumns(GRPOTrainer):
 CUT = {"per_device_train_batch_size": 3}
 
 
-@pytest.mark.parametrize("cls", few_of([OtherTensors, OtherColumns, OtherOrder], [OtherTensors, OtherOrder]))
-@pytest.mark.full("OtherOrder")
+@pytest.mark.parametrize("cls", few_of([OtherTensors, OtherColumns, OtherOrder], [OtherTensors]))
 def test_losses_of_users_have_the_masks_of_their_tokens(tmp_path, lora_step, cls):
     own, cut = (update(tmp_path, cls=cls, max_steps=1, **size, **lora())[0] for size in ({}, CUT))
     assert error(lora_step, own) <= UPDATE

@@ -77,14 +77,13 @@ def check(rows: list[list[int]], log: dict[str, float], ends: set[int] = ENDS) -
 
 
 def causes() -> Iterator[Any]:
-    """In `make test` stop strings and those of a model with one way of decoding: both ways read them in one place."""
+    """In `make test` one way of decoding: both read ends in one place, but for a criterion."""
     for cause, compact in itertools.product(CAUSES, (True, False)):
-        both = compact or cause in ("end tokens", "a criterion")
-        yield pytest.param(cause, compact, marks=() if both else pytest.mark.full)
+        few = cause == "a criterion" or (compact and cause not in ("end tokens", "the model's stop strings"))
+        yield pytest.param(cause, compact, marks=() if few else pytest.mark.full)
 
 
 @pytest.mark.parametrize(("cause", "compact"), causes())
-@pytest.mark.full("end tokens-False", "end tokens-True", "the model's stop strings-True")
 def test_a_row_ends_where_generation_ended_it(tmp_path, cause, compact):
     with decoding(compact):
         update, rows, log = run(tmp_path, **CAUSES[cause]())
@@ -138,7 +137,6 @@ def test_a_model_with_its_own_generate_ends_rows_before_their_padding(tmp_path):
 
 
 @pytest.mark.parametrize("stops", [{"stop_token_ids": sorted(STOPS)}, {"stop": LETTERS}], ids=str)
-@pytest.mark.full("{'stop': ['q', 'r', 't', 'v', 'w']}")
 def test_vllm_says_how_a_row_ended(tmp_path, monkeypatch, stops):
     stand_in(monkeypatch.setattr)
     _, rows, log = run(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs=stops, top_k=0)
@@ -159,10 +157,9 @@ def test_a_time_limit_cuts_rows_off(tmp_path):
         (True, "a"),
         pytest.param(True, "<eos>", marks=pytest.mark.full),
         pytest.param(False, "a", marks=pytest.mark.full),
-        (False, "<eos>"),
+        pytest.param(False, "<eos>", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.full("False-<eos>")
 def test_the_padding_token_is_a_token_like_any_other(tmp_path, pad, compact):
     tokenizer = tokenizer_with(pad_token=pad)
     settings = {"processing_class": tokenizer, "mask_truncated_completions": True}
@@ -189,7 +186,6 @@ PASSING_ON = {
 
 
 @pytest.mark.parametrize("sampling", PASSING_ON.values(), ids=PASSING_ON)
-@pytest.mark.full("turn")
 def test_what_passes_rows_on_changes_no_end(tmp_path, sampling):
     settings = {"generation_kwargs": {"stop_strings": LETTERS}}
     _, rows, log = run(tmp_path, **sampling, **settings)

@@ -51,16 +51,15 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     ("hook", "settings"),
     [
-        (clamp, {}),
+        pytest.param(clamp, {}, marks=pytest.mark.full),
         pytest.param(clamp, {"late": "on_train_begin"}, marks=pytest.mark.full),
-        (clamp, {"bitwise_invariant": True}),
+        pytest.param(clamp, {"bitwise_invariant": True}, marks=pytest.mark.full),
         pytest.param(in_place, {}, marks=pytest.mark.full),
         (in_place, {"late": "on_train_begin"}),
         pytest.param(in_place, {"bitwise_invariant": True}, marks=pytest.mark.full),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-@pytest.mark.full("clamp-{'bitwise_invariant': True}", "clamp-{}")
 def test_a_hook_that_is_not_linear_gives_the_same_update_for_every_micro_batch_size(tmp_path, plain, hook, settings):
     whole, parts = (
         change(hooked(tmp_path / str(size), hook, per_device_train_batch_size=size, **settings)) for size in (16, 3)

@@ -210,11 +210,6 @@ REUSED: dict[str, Any] = {"num_iterations": 2, "loss_type": "grpo"}
 
 @stock_scores
 @pytest.mark.parametrize(("names", "value", "settings"), LOSS_CHANGES, ids=str)
-@pytest.mark.full(
-    "args.use_bias_correction_kl-False-{'beta': 1.0, 'learning_rate': 0.05}",
-    "beta-0.5-{'beta': 0.01}",
-    "router_aux_loss_coef-5.0-{'kind': 'moe'}",
-)
 def test_a_setting_that_a_callback_changes_acts_from_then_on(tmp_path, names, value, settings):
     def change(trainer: Any) -> None:
         for name in names.split():
@@ -290,11 +285,10 @@ LOGPS = "_get_per_token_logps_and_entropies"
         # tokens are left out by every forward
         (without_the_middle, {"loss_type": "grpo", "gradient_checkpointing": True}),
         (without_the_middle, {"loss_type": "dr_grpo", "forward": "prefix"}),
-        (with_fields, {"loss_type": "grpo", "num_iterations": 2}),
+        pytest.param(with_fields, {"loss_type": "grpo", "num_iterations": 2}, marks=pytest.mark.full),
     ],
     ids=lambda value: getattr(value, "__name__", None) or "+".join(value),
 )
-@pytest.mark.full("with_fields-loss_type+num_iterations")
 def test_a_changed_dictionary_is_trained_on_as_stock_trl_does(tmp_path, edit, settings):
     def _generate_and_score_completions(self: Any, inner: Any, inputs: Any) -> Any:
         scored = inner(inputs)

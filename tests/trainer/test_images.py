@@ -85,7 +85,6 @@ def resumed(trainer: Any) -> torch.Tensor:
     return parameters(trainer) - start
 
 
-@pytest.mark.full
 def test_evaluation_reads_the_images_of_its_own_rows(tmp_path):
     def evaluated(name: str, first: int, size: int) -> float:
         sizes = {"per_device_eval_batch_size": size, "num_generations_eval": 2}

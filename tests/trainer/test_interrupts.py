@@ -99,27 +99,27 @@ ONCE_BEST = {"save_strategy": "best", "reward": level_reward, **BEST}
 @pytest.mark.parametrize(
     ("stop", "settings"),
     [
-        pytest.param(2, STEPS, marks=pytest.mark.full),  # in the middle of an epoch of three steps
-        pytest.param(3, STEPS, marks=pytest.mark.full),
-        (2, {**EACH_STEP, "eval_steps": 3}),  # in the last step of all, after which a run evaluates too
-        # with the last step of an epoch too
-        pytest.param(3, {**STEPS, "eval_steps": 3, "max_steps": 3}, marks=pytest.mark.full),
-        (3, EPOCH),
-        # random numbers in a thread depend on its pace
-        (1, {**EACH_STEP, "rollout_lag": 1, "reward": letter_reward, "max_steps": 3}),
-        (1, EACH_STEP | SAVES | {"save_steps": 1}),
         # the second evaluation is not the best, so it would save nothing
         (2, EACH_STEP | ONCE_BEST | {"max_steps": 3}),
-        pytest.param(2, STEPS | SAVES, marks=pytest.mark.full),
-        pytest.param(6, EPOCH | ONCE_BEST | {"max_steps": 7}, marks=pytest.mark.full),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (2, STEPS),  # in the middle of an epoch of three steps
+                (3, STEPS),
+                # in the last step of all, after which a run evaluates too
+                (2, {**EACH_STEP, "eval_steps": 3}),
+                # with the last step of an epoch too
+                (3, {**STEPS, "eval_steps": 3, "max_steps": 3}),
+                (3, EPOCH),
+                # random numbers in a thread depend on its pace
+                (1, {**EACH_STEP, "rollout_lag": 1, "reward": letter_reward, "max_steps": 3}),
+                (1, EACH_STEP | SAVES | {"save_steps": 1}),
+                (2, STEPS | SAVES),
+                (6, EPOCH | ONCE_BEST | {"max_steps": 7}),
+            )
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "+".join(value),
-)
-@pytest.mark.full(
-    "1-eval_strategy+eval_steps+max_steps+rollout_lag+reward",
-    "1-eval_strategy+eval_steps+max_steps+save_strategy+save_steps+load_best_model_at_end+metric_for_best_model+greater_is_better",
-    "2-eval_strategy+eval_steps+max_steps",
-    "3-eval_strategy+logging_strategy",
 )
 def test_an_interrupted_run_makes_the_evaluations_of_one_that_was_not(tmp_path, stop, settings):
     """The same weights, random numbers and logged values as without the interrupt."""

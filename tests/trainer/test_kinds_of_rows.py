@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset, arrow_dataset
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import DataError, RolloutError
+from tests.support.selection import few_of
 from tests.support.tiny import letter_reward, prompts, tiny_model, tiny_scorer, tiny_tokenizer, tokenizer_with
 from tests.support.trainers import make, ran, train_and_keep_first, watched
 
@@ -46,8 +47,7 @@ def transformed(rows: list[dict[str, Any]]) -> Dataset:
     return Dataset.from_dict({"number": range(len(rows))}).with_transform(read)
 
 
-@pytest.mark.parametrize("data", [stream, transformed])
-@pytest.mark.full("transformed")
+@pytest.mark.parametrize("data", few_of([stream, transformed], [stream]))
 def test_reward_functions_get_the_columns_of_all_rows(tmp_path, data):
     calls = []
 

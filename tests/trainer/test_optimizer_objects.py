@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, LambdaLR, OneCyc
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import CheckpointError, ModelError
 from grpo_ext.run.checkpoint import write_listing
+from tests.support.selection import few_of
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, make, other, parameters, ran, trained
 
@@ -267,7 +268,6 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("words", OTHERS)
-@pytest.mark.full("optimizer.class")
 def test_another_optimizer_or_schedule_is_refused_on_resume(saved, words):
     """Before anything of the run's folder is renamed."""
     with pytest.raises(CheckpointError) as error:
@@ -278,8 +278,7 @@ def test_another_optimizer_or_schedule_is_refused_on_resume(saved, words):
     assert (saved / "checkpoint-3").is_dir()
 
 
-@pytest.mark.parametrize("handed_over", [True, False])
-@pytest.mark.full("False")
+@pytest.mark.parametrize("handed_over", few_of([True, False], [True]))
 def test_groups_in_another_order_are_refused_on_resume(tmp_path, handed_over):
     """Also where both have as many weights, whose moments would be loaded into the wrong ones."""
 
@@ -301,8 +300,7 @@ def test_groups_in_another_order_are_refused_on_resume(tmp_path, handed_over):
         run("other", False, True).train(str(tmp_path / "whole" / "checkpoint-1"))
 
 
-@pytest.mark.parametrize("build", [pytest.param(AdamW, marks=pytest.mark.full), NAdam, SGD])
-@pytest.mark.full("NAdam")
+@pytest.mark.parametrize("build", few_of([AdamW, NAdam, SGD], [SGD]))
 def test_a_run_resumes_with_objects_that_are_built_alike(tmp_path, build):
     """Also a schedule that moves more than the rate; whole and resumed runs have the same bits."""
 
@@ -333,7 +331,6 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-@pytest.mark.full("one that multiplies")
 def test_a_schedule_that_may_change_begins_at_its_start(tmp_path, saved, kind):
     """And the moments are the checkpoint's."""
     model = tiny_model()

@@ -14,6 +14,7 @@ from grpo_ext import GRPOTrainer
 from grpo_ext.errors import MemoryShortageError, RewardError
 from grpo_ext.run.state import load_state
 from tests.support.cuts import Cuts, cutting
+from tests.support.selection import few_of
 from tests.support.tiny import prompts
 from tests.support.trainers import SAVE, change, error, make, parameters, ran, update, watched
 from tests.tolerances import METRIC, UPDATE
@@ -56,8 +57,10 @@ def enough(folder: Any, **settings: Any) -> tuple[torch.Tensor, GRPOTrainer]:
     return change(trainer), trainer
 
 
-@pytest.mark.parametrize("settings", [{}, {"micro_batch_tokens": 150}, {"auto_find_batch_size": True}], ids=str)
-@pytest.mark.full("{'micro_batch_tokens': 150}", "{}")
+AUTO = {"auto_find_batch_size": True}
+
+
+@pytest.mark.parametrize("settings", few_of([{}, {"micro_batch_tokens": 150}, AUTO], [AUTO]), ids=str)
 def test_the_update_is_that_of_a_run_with_enough_memory(tmp_path, caplog, monkeypatch, settings):
     settings = {"max_steps": 1 if settings else 2, **settings}
     expected, reference = enough(tmp_path / "a", **settings)
@@ -245,8 +248,9 @@ def evaluations(trainer: GRPOTrainer) -> list[dict[str, float]]:
     return [{name: v for name, v in line.items() if not name.endswith(timed)} for line in lines]
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_entropy_quantile": 0.5, "micro_batch_tokens": 400}], ids=str)
-@pytest.mark.full("{'top_entropy_quantile': 0.5, 'micro_batch_tokens': 400}")
+@pytest.mark.parametrize(
+    "settings", few_of([{}, {"top_entropy_quantile": 0.5, "micro_batch_tokens": 400}], [{}]), ids=str
+)
 def test_an_evaluation_that_does_not_fit_runs_again_in_smaller_micro_batches(tmp_path, settings):
     settings = {"max_steps": 1, "save_strategy": "no", **settings}
     reference, trainer = evaluating(tmp_path / "a", **settings), evaluating(tmp_path / "b", most=3, **settings)

@@ -23,6 +23,7 @@ from grpo_ext.forward import rows
 from grpo_ext.forward.runner import ForwardRunner
 from grpo_ext.rollouts.batch import RolloutBatch
 from tests.support.beside_trl import Loss, build, learns_as_in_trl, log_probs_of
+from tests.support.selection import few_of
 from tests.support.tiny import given_rollout, prompts, stock_scores, tiny_model, tokenizer_with
 from tests.support.trainers import WithoutSuper, change, error, make, passing_on, watched
 from tests.tolerances import DIFFERENT, UPDATE
@@ -302,8 +303,7 @@ def with_quantile(folder: Any, mixin: type, size: int) -> torch.Tensor:
 LOSSES = [TrlsLoss] + ([Gmpo] if importlib.util.find_spec("trl.experimental.gmpo") is not None else [])
 
 
-@pytest.mark.parametrize("mixin", LOSSES, ids=lambda mixin: mixin.__name__)
-@pytest.mark.full
+@pytest.mark.parametrize("mixin", few_of(LOSSES, [TrlsLoss]), ids=lambda mixin: mixin.__name__)
 def test_a_copied_loss_has_the_entropy_threshold_of_the_step(tmp_path, mixin):
     expected = with_quantile(tmp_path / "16", mixin, 16)
     for size in (4, 3):

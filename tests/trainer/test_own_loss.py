@@ -37,8 +37,9 @@ def clipped(logps_BT, old_BT, advantages_B1, mask_BT):
     return -torch.min(ratio_BT * advantages_B1, ratio_BT.clamp(0.8, 1.2) * advantages_B1)
 
 
-@pytest.mark.parametrize(("loss_type", "aggregation"), [("dapo", None), ("grpo", "sequence_mean")])
-@pytest.mark.full("dapo-None")
+@pytest.mark.parametrize(
+    ("loss_type", "aggregation"), [pytest.param("dapo", None, marks=pytest.mark.full), ("grpo", "sequence_mean")]
+)
 def test_the_loss_of_this_package_written_by_a_user_learns_the_same(tmp_path, register, loss_type, aggregation):
     register(clipped, True)
     theirs = learned(tmp_path / "mine", loss_type="mine", loss_aggregation=aggregation)
@@ -47,7 +48,6 @@ def test_the_loss_of_this_package_written_by_a_user_learns_the_same(tmp_path, re
     assert not torch.equal(theirs, learned(tmp_path / "other", loss_type="mine", loss_aggregation=aggregation))
 
 
-@pytest.mark.full
 def test_completions_with_advantage_zero_run_where_they_add_to_the_loss(tmp_path, register):
     register(topr_near, False)
     ran = learned(tmp_path / "ran", loss_type="mine")

@@ -34,7 +34,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 SHORT: dict[str, Any] = {"max_steps": 1, "global_batch_size": 8, "max_completion_length": 6}
 # of a model, a module, and a hook; of what begins at zero. The others are wrong in the same ways, and the mean
 # is the model of the tests below
-FEW = ("recurrent_gemma", "zero", "hook_over_rows")
+FEW = ("recurrent_gemma", "zero")
 
 
 def forwards_of(trainer: Any) -> list[tuple[int, set[int]]]:
@@ -53,7 +53,6 @@ def forwards_of(trainer: Any) -> list[tuple[int, set[int]]]:
 
 
 @pytest.mark.parametrize("kind", few_of(WRONG, FEW))
-@pytest.mark.full("hook_over_rows")
 def test_the_update_does_not_depend_on_the_micro_batch_size(tmp_path, kind):
     build, batching = WRONG[kind]
     # a module that begins at zero, or small, is wrong once it has moved

@@ -122,7 +122,6 @@ def with_banned_tokens(folder: Any, banned: float) -> tuple[list[torch.Tensor], 
     return [p.detach() for name, p in model.named_parameters() if name != "lm_head.bias"], log_of(trainer, "entropy")
 
 
-@pytest.mark.full
 def test_a_banned_token_is_trained_as_one_of_probability_zero(tmp_path):
     expected, entropies = with_banned_tokens(tmp_path / "a", -1e4)
     weights, ours = with_banned_tokens(tmp_path / "b", -torch.inf)

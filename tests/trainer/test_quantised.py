@@ -71,7 +71,7 @@ BFLOAT16 = (trainer_module, "repair_set_up", lambda trainer, before: None)  # ad
 
 
 def test_the_update_does_not_depend_on_the_split(tmp_path, base, monkeypatch):
-    """DoRA over 4 bits and a plain adapter over 8; a plain one over 4 bits has dropout below."""
+    """DoRA over 4 bits and a plain adapter over 8; with --full a plain one over 4 bits has dropout."""
 
     def of(size: int, **changes: Any) -> torch.Tensor:
         kl = {"beta": 0.1, "rollout_batch_size": 16, "max_steps": 2}

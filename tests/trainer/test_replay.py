@@ -37,20 +37,19 @@ REPLAY = {"sampling_mask": "replay"}
 CALLING = {**always_calling(), "max_completion_length": 48}
 SUPPRESSED = {"generation_kwargs": {"suppress_tokens": [5, 9], "min_new_tokens": 4}}
 FILTERS = [
-    {"top_p": 0.6, "pad_to_multiple_of": 8},
+    pytest.param({"top_p": 0.6, "pad_to_multiple_of": 8}, marks=pytest.mark.full),
     pytest.param({"top_k": 5}, marks=pytest.mark.full),  # tokens with equal scores have it below
-    {"min_p": 0.3},
+    pytest.param({"min_p": 0.3}, marks=pytest.mark.full),
     pytest.param({"generation_kwargs": {"typical_p": 0.5}}, marks=pytest.mark.full),
     {"generation_kwargs": {"epsilon_cutoff": 0.02}},
     pytest.param({"generation_kwargs": {"eta_cutoff": 0.05}}, marks=pytest.mark.full),
-    {"generation_kwargs": {"top_h": 0.5}},
+    pytest.param({"generation_kwargs": {"top_h": 0.5}}, marks=pytest.mark.full),
     pytest.param(SUPPRESSED, marks=pytest.mark.full),
     {**SUPPRESSED, "top_p": 0.9, "temperature": 0.7},
 ]
 
 
 @pytest.mark.parametrize("settings", FILTERS, ids=str)
-@pytest.mark.full("{'generation_kwargs': {'top_h': 0.5}}", "{'min_p': 0.3}", "{'top_p': 0.6, 'pad_to_multiple_of': 8}")
 def test_the_ratio_of_training_to_sampling_is_one_for_every_filter(tmp_path, settings):
     replayed, plain = (first_line(tmp_path / name, **settings, **extra) for name, extra in (("r", REPLAY), ("p", {})))
     assert replayed["sampling/logp_difference"] < METRIC
@@ -196,9 +195,9 @@ def recorded(tmp_path_factory) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"compact": False},
-        {"generation_kwargs": {"use_cache": False}},
+        pytest.param({}, marks=pytest.mark.full),
+        pytest.param({"compact": False}, marks=pytest.mark.full),
+        pytest.param({"generation_kwargs": {"use_cache": False}}, marks=pytest.mark.full),
         pytest.param({"pad_to_multiple_of": 8}, marks=pytest.mark.full),
         pytest.param({"rollout_chunk_size": 4}, marks=pytest.mark.full),
         pytest.param({"forward": "padded"}, marks=pytest.mark.full),
@@ -207,7 +206,6 @@ def recorded(tmp_path_factory) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-@pytest.mark.full("{}", "{'generation_kwargs': {'use_cache': False}}", "{'compact': False}")
 def test_experts_are_recorded_however_completions_are_sampled(tmp_path, recorded, settings):
     with decoding(settings.get("compact", True)):
         rows = experts_of(tmp_path, **{name: value for name, value in settings.items() if name != "compact"})

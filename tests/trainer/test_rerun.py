@@ -104,8 +104,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@full
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", few_of(KINDS, ["lag"]))
 def test_kinds_of_runs(tmp_path, kind):
     changes = {**RUN, "max_steps": 4, **KINDS[kind]}
     folder = run(tmp_path / "run", **changes)

@@ -20,6 +20,7 @@ from grpo_ext.errors import CheckpointError
 from grpo_ext.run.checkpoint import FINGERPRINT, write_listing
 from grpo_ext.run.interrupts import TrainingInterrupted
 from tests.support import tool_runs, trainers
+from tests.support.selection import few_of
 from tests.support.tiny import config_kwargs, letter_reward, own_config, prompts, tiny_model, tiny_tokenizer
 from tests.support.tool_runs import always_calling, count, tell
 from tests.support.trainers import SAVE, make, parameters, ran, signals, stopping
@@ -55,8 +56,7 @@ class Counting(TrainerCallback, ExportableState):
         return {"args": {"weight": self.weight}, "attributes": {"total": self.total}}
 
 
-@pytest.mark.parametrize("restored", [False, True])
-@pytest.mark.full("True")
+@pytest.mark.parametrize("restored", few_of([False, True], [False]))
 def test_patience_is_restored(tmp_path, restored):
     """Also where transformers is asked to restore callbacks, and where a run begins with an evaluation."""
     settings = {"restore_callback_states_from_checkpoint": restored, "eval_on_start": restored}
@@ -85,8 +85,7 @@ def test_a_run_that_was_stopped_early_stays_stopped_until_it_is_allowed_to_go_on
     assert trained.state.global_step == 4
 
 
-@pytest.mark.parametrize("stops", [True, False])
-@pytest.mark.full("False")
+@pytest.mark.parametrize("stops", few_of([True, False], [True]))
 def test_an_interrupt_in_the_step_that_stops_a_run_hides_no_stop(tmp_path, caplog, stops):
     stop = stopping("on_step_end", at=2 if stops else 9)
     trainer = other(tmp_path, callbacks=[stop, signals(1, signal.SIGTERM)])

@@ -15,6 +15,7 @@ import pytest
 
 from grpo_ext import GRPOTrainer
 from grpo_ext.errors import ConfigError, RewardError
+from tests.support.selection import few_of
 from tests.support.tiny import prompts
 from tests.support.trainers import log_of, make, on, ran, watched
 
@@ -74,8 +75,7 @@ def test_an_evaluation_and_a_function_that_a_callback_puts_in_place_run_there_to
     assert trainer.evaluate(prompts(4))["eval_reward"] == 4.0
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.full("True")
+@pytest.mark.parametrize("fails", few_of([False, True], [False]))
 def test_workers_end_with_the_training(tmp_path, fails):
     def look(state: Any) -> None:
         assert psutil.pid_exists(int((tmp_path / "pid").read_text()))

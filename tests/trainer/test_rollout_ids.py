@@ -142,7 +142,6 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.full("tools")
 def test_what_needs_one_row_refuses_several_with_its_reason(tmp_path, name):
     says = {"images": "takes images, which belong to the one row", "tools": "tools append to a completion's only row"}
     expected = says.get(name, f"{name} is overridden: TRL's dictionary, which it is given, has one row for each")

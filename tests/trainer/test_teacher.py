@@ -60,13 +60,12 @@ def plain_scores(model: Any, batch: RolloutBatch, row: int, temperature: float =
 @pytest.mark.parametrize(
     "settings",
     [
-        {"temperature": 0.7, "teacher_kl_coef": 0.3},
+        pytest.param({"temperature": 0.7, "teacher_kl_coef": 0.3}, marks=pytest.mark.full),
         {"temperature": 0.7, "reward": None, "num_generations": 1, "teacher_kl_coef": 1.5},
         {**FILTERED, "forward": "padded"},
     ],
     ids=str,
 )
-@pytest.mark.full("{'temperature': 0.7, 'teacher_kl_coef': 0.3}")
 def test_the_update_is_that_of_plain_transformers_in_float64(tmp_path, settings):
     temperature, factor = settings.get("temperature", 1.0), settings.get("teacher_kl_coef", 1.0)
     with float64_throughout(tiny_model().double()) as model, float64_throughout(teacher().double()) as other:
@@ -91,15 +90,13 @@ def test_the_update_is_that_of_plain_transformers_in_float64(tmp_path, settings)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("llama", {"rollout_lag": 1, "max_steps": 3}),
+        pytest.param("llama", {"rollout_lag": 1, "max_steps": 3}, marks=pytest.mark.full),
         ("llama", {**FILTERED, "rollout_batch_size": 32, "forward": "prefix", "max_steps": 2}),
         pytest.param("gpt2", {"mask_truncated_completions": True, "beta": 0.1}, marks=pytest.mark.full),
-        ("moe", {"model": "moe", "routing_replay": True, "max_steps": 2}),  # which routes by itself
+        # which routes by itself
+        pytest.param("moe", {"model": "moe", "routing_replay": True, "max_steps": 2}, marks=pytest.mark.full),
     ],
     ids=str,
-)
-@pytest.mark.full(
-    "llama-{'rollout_lag': 1, 'max_steps': 3}", "moe-{'model': 'moe', 'routing_replay': True, 'max_steps': 2}"
 )
 def test_the_column_is_the_teachers_own_and_the_teacher_stays_as_it_is(tmp_path, kind, settings):
     trainer = make(tmp_path, teacher_model=teacher(kind), **settings)
@@ -214,7 +211,6 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     assert log_of(straight, "teacher_kl") == log_of(resumed, "teacher_kl")
 
 
-@pytest.mark.full
 def test_a_run_is_resumed_with_its_own_teacher_alone(tmp_path):
     with_teacher, without = {"teacher_model": teacher(), **SAVE}, SAVE
     make(tmp_path / "with", max_steps=1, **with_teacher).train()

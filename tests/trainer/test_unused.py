@@ -7,6 +7,7 @@ import torch
 
 from grpo_ext import GRPOTrainer
 from tests.distributed import unused
+from tests.support.selection import few_of
 from tests.support.tiny import letter_reward
 from tests.support.trainers import change, make
 
@@ -18,7 +19,6 @@ def equal_rewards(prompts: list[str], completions: list[str], **kwargs: Any) -> 
 
 
 @pytest.mark.parametrize("settings", [{}, {"bitwise_invariant": True}], ids=str)
-@pytest.mark.full("{'bitwise_invariant': True}")
 def test_a_step_to_which_nothing_adds_has_gradients_of_zero(tmp_path, settings):
     """As in TRL: dense weights decay, whether or not the completions are skipped."""
     skipped, unskipped = (
@@ -29,8 +29,7 @@ def test_a_step_to_which_nothing_adds_has_gradients_of_zero(tmp_path, settings):
     assert torch.equal(skipped, unskipped)
 
 
-@pytest.mark.parametrize("name", ["sgd", "bitwise"])
-@pytest.mark.full("bitwise")
+@pytest.mark.parametrize("name", few_of(["sgd", "bitwise"], ["sgd"]))
 def test_a_retry_has_the_parameters_of_a_step_with_enough_memory(tmp_path, monkeypatch, name):
     expected, used = unused.run(tmp_path / "enough", name, letter_reward, max_steps=2)
     inner, failures = GRPOTrainer._loss_of, list[int]()

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from grpo_ext.errors import ConfigError, RolloutError
+from tests.support.selection import few_of
 from tests.support.server import StandIn, stand_in
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, SAVE, change, error, log_of, make, ran
@@ -64,8 +65,7 @@ def ratios(trainer: Any) -> list[float]:
     return [one for end in ("min", "max") for one in log_of(trainer, f"sampling/importance_sampling_ratio/{end}")]
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.full("1")
+@pytest.mark.parametrize("lag", few_of([0, 1], [0]))
 def test_a_server_samples_with_the_adapter_of_the_step(tmp_path, serving, lag):
     trainer = ran(adapted(tmp_path, rollout_lag=lag))
     assert serving.sent == 0  # no weights

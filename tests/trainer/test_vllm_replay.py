@@ -17,6 +17,7 @@ from grpo_ext.forward.routing import BY_ROUTER, Routing, install_routers
 from grpo_ext.rollouts.batch import EXPERTS
 from grpo_ext.settings import MOST_KEPT
 from tests.support.colocated import Engine, stand_in
+from tests.support.selection import few_of
 from tests.support.tiny import tiny_model
 from tests.support.tool_runs import always_calling
 from tests.support.trainers import change, error, first_line, make, train_and_keep_first
@@ -39,12 +40,14 @@ def furthest_ratio(log: dict[str, Any]) -> float:
     "settings",
     [
         *(pytest.param(one, marks=pytest.mark.full) for one in ({"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 5})),
-        {"top_p": 0.9, "temperature": 0.7, "vllm_importance_sampling_mode": "token_truncate"},
+        pytest.param(
+            {"top_p": 0.9, "temperature": 0.7, "vllm_importance_sampling_mode": "token_truncate"},
+            marks=pytest.mark.full,
+        ),
         {"top_p": 0.9, "generation_kwargs": {"top_k": -1, "min_tokens": 4, "min_p": 0.1}},
     ],
     ids=str,
 )
-@pytest.mark.full("{'top_p': 0.9, 'temperature': 0.7, 'vllm_importance_sampling_mode': 'token_truncate'}")
 def test_ratios_to_vllm_are_one_where_its_masks_are_replayed(tmp_path, engines, settings):
     unbounded = {**COLOCATE, "vllm_importance_sampling_clip_max": 1e9, **settings}
     replayed = first_line(tmp_path / "replayed", **unbounded, **REPLAY)  # with the check, whatever is left
@@ -181,8 +184,7 @@ def rows_of(trainer: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     return [((*prompt.tolist(), *ids.tolist()), experts) for prompt, ids, experts in zip(*columns)]
 
 
-@pytest.mark.parametrize("chosen", ["by its routers", "others"])
-@pytest.mark.full("by its routers")
+@pytest.mark.parametrize("chosen", few_of(["by its routers", "others"], ["others"]))
 def test_the_experts_of_the_engine_are_replayed(tmp_path, routed_engines, monkeypatch, chosen):
     if chosen == "others":
         monkeypatch.setattr(RoutedEngine, "routed_of", other_experts)

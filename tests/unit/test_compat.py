@@ -85,7 +85,6 @@ def test_an_attribute_that_is_missing_where_it_is_needed_is_named(tmp_path, need
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-@pytest.mark.full("False")
 def test_no_run_warns_of_the_old_names_that_trl_still_uses(hidden, monkeypatch, tmp_path):
     """A place that no longer warns needs no `hiding_deprecations`."""
     if not hidden:

@@ -115,7 +115,6 @@ def p_values(rate: float, seeds: int, steps: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.5])
-@pytest.mark.full("0.5")
 def test_masks_have_their_rate_and_are_independent_of_neighbours(rate):
     found = p_values(rate, seeds=4, steps=7)
     assert min(found.values()) > 1e-3, found

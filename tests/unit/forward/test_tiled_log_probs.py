@@ -77,13 +77,7 @@ def gradients(score: Any, inputs: tuple[Any, ...], transform: LogitTransform, en
 @pytest.mark.parametrize(  # each output alone, and both
     "pick", [slice(0, 2), *(pytest.param(slice(i, i + 1), marks=pytest.mark.full) for i in (0, 1))], ids=str
 )
-@pytest.mark.parametrize("kind", TRANSFORMS)
-@pytest.mark.full(
-    "several-cap-slice(0, 2, None)-True",
-    "several-plain-slice(0, 2, None)-True",
-    "several-scale-slice(0, 2, None)-True",
-    "several-temperature-slice(0, 2, None)-True",
-)
+@pytest.mark.parametrize("kind", few_of(TRANSFORMS, ("scale_and_cap", "fewer_tokens")))
 def test_the_backward_pass_is_the_derivative_of_the_forward(kind, pick, with_bias):
     hidden, weight, bias, targets = case()
     inputs = (hidden, weight, bias) if with_bias else (hidden, weight)

@@ -156,7 +156,6 @@ def unreliable(failures: int, kind: str, calls: list[int], hang: float = 0.0) ->
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 @pytest.mark.parametrize(("hang", "says"), [(0.0, "judge is away"), (30.0, "no answer within reward_timeout=0.2")])
-@pytest.mark.full("30.0-no answer within reward_timeout=0.2-async", "30.0-no answer within reward_timeout=0.2-sync")
 def test_calls_that_hang_or_fail_are_retried(kind, hang, says, caplog):
     calls: list[int] = []
     assert call(unreliable(1, kind, calls, hang), Faults(timeout=0.2, retries=1)) == [1.0, 2.0, 3.0]

@@ -13,8 +13,8 @@ from tests.support.rollouts import sampled_chunk
 from tests.support.tiny import tiny_model
 from tests.support.vllm_weights import adapted
 
-FEW = ("qwen2", "gpt2", "moe", "gemma2", "lfm2")
-FURTHER = tuple(kind for kind in ("llama", "lora", *HYBRID, "jamba") if kind not in FEW)
+FEW = ("qwen2", "gpt2", "gemma2", "lfm2")
+FURTHER = tuple(kind for kind in ("llama", "lora", "moe", *HYBRID, "jamba") if kind not in FEW)
 ENDS = [1, 7, 11, 23]
 PROMPTS = [p for p in ([5, 6, 7], [8], [9, 10, 12, 13, 14]) for _ in range(6)]
 
@@ -33,7 +33,6 @@ def sample(model: Any, compact: bool, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.full) for kind in FURTHER)])
-@pytest.mark.full("moe")
 def test_the_same_keys_give_the_same_completions(kind):
     model = model_of(kind)
     found = sample(model, compact=True)

@@ -56,7 +56,7 @@ CASES: dict[str, Any] = {
     },
     "together": {"no_repeat_ngram_size": 3, "repetition_penalty": 1.5, "min_length": 8, "top_p": 0.9},
 }
-# each of them is in one of the last two cases, or in "both lengths"
+# each of them is in "filters", in "together" or in "both lengths"
 FULL = {
     *("top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "temperature"),
     *("repetition_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens"),
@@ -110,7 +110,6 @@ def alone(model: Any, config: GenerationConfig, compact: bool) -> list[list[int]
 
 
 @pytest.mark.parametrize("name", few_of(CASES, CASES.keys() - FULL))
-@pytest.mark.full("bad_words_ids", "both lengths", "filters", "sequence_bias", "suppress_tokens", "together")
 def test_a_row_is_the_same_at_two_widths_of_padding_in_either_loop(model, name):
     config = sampling(**CASES[name])
     assert why_not_by_key(model, config) is None

@@ -25,6 +25,7 @@ from grpo_ext.tools.cli import app
 from grpo_ext.tools.export import export
 from tests.support.architectures import architecture
 from tests.support.images import image, image_model, image_processor, image_rows, picture_reward
+from tests.support.selection import few_of
 from tests.support.tiny import tiny_model
 from tests.support.trainers import LORA, other
 
@@ -42,8 +43,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-@pytest.mark.full("None")
+@pytest.mark.parametrize("dtype", few_of([None, "bfloat16"], ["bfloat16"]))
 def test_a_full_model_is_the_trained_one_as_stored_or_converted(full, tmp_path, dtype):
     checkpoint, trained = full
     assert export(checkpoint, tmp_path / "out", dtype=dtype) == "full"

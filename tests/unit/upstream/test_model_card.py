@@ -10,6 +10,7 @@ from peft import LoraConfig
 
 from grpo_ext.tools.export import export
 from tests.support.drop_in import conversations
+from tests.support.selection import few_of
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.trainers import LORA, other
 
@@ -23,8 +24,7 @@ def run_shown(card: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("peft", [False, True])
-@pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.full("False-False", "False-True", "True-False")
+@pytest.mark.parametrize("chat", few_of([False, True], [True]))
 def test_the_cards_of_a_run_and_of_its_export_name_the_base_and_show_code_that_runs(
     tmp_path, monkeypatch, capsys, chat, peft
 ):
