@@ -137,6 +137,7 @@ def test_a_second_demo_never_overwrites_and_the_console_stays_quiet(demos):
     assert second.stderr.removeprefix("Loading torch, transformers and TRL ...\n") == ""
 
 
+@pytest.mark.full
 def test_a_demo_that_is_resumed_goes_on_in_its_folder(demos, cache):
     """By its path, and by "auto", which means the newest demo, as "latest" does."""
     folder, _, _ = demos

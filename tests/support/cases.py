@@ -2,10 +2,9 @@
 
 Every case runs a few steps of a tiny transformer through the real trainer. `make test` takes those outside `FULL`, in
 one process with one micro-batch and on several with a smaller one: the loss of GRPO, a user's loss, KL in bfloat16,
-steps that cut groups, the prefix form, convolutions beside attention, images, LoRA with dropout, a rollout function, an
-evaluation. `make test-full` takes all cases, each with one micro-batch size for each number of processes. That any
-partition of a step adds up for every loss type and term is proved without a trainer
-(tests/unit/algorithms/test_losses.py).
+steps that cut groups, the prefix form, convolutions beside attention, images, LoRA with dropout, a rollout function.
+`make test-full` takes all cases, each with one micro-batch size for each number of processes. That any partition of a
+step adds up for every loss type and term is proved without a trainer (tests/unit/algorithms/test_losses.py).
 """
 
 import dataclasses
@@ -218,7 +217,7 @@ FULL = (
     # with a lag: test_ahead.py
     *AHEAD,
     # another case of the same kind is taken
-    "quantile_bonus",
+    *("quantile_bonus", "evaluation"),  # of evaluations: distributed/test_two_processes.py
     *("cut_prompt_mean", "cut_dynamic", "cut_reused", "hybrid", "hybrid_moe", "hybrid_mamba", "padded", "sampling"),
     *("gpt2", "kl_lora", "checkpointing", "token_budget", "images_apart", "images_tiled", "rollout_func_few"),
     *("dropout", "dropout_cut", "dropout_ahead", "lora_dropout_bf16", "lora_dropout_hybrid", "dora_dropout"),

@@ -148,6 +148,7 @@ def test_the_worst_status_of_its_runs_is_a_parts():
     assert results.worst(["does not fit", "failed"]) == "failed"
 
 
+@pytest.mark.full
 def test_a_script_that_ends_early_leaves_what_it_wrote(monkeypatch):
     def run(text: str, seconds: float = 20.0) -> dict:
         monkeypatch.setattr(scripts, "command", lambda name, file, *rest: ["/bin/sh", "-c", text, str(file)])
@@ -361,10 +362,9 @@ def test_a_measurement_without_a_gpu_says_so(monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_a_rehearsal_runs_a_part_of_every_script(tmp_path):
-    """`make rehearse-gpu` also runs the parts that are left out here: other shapes by the same script."""
-    left_out = ("long sequences", "shared prompt", "bitwise cost", "1.7B", "other forms", "sampling speed")
-    rehearsed = [part for part in parts.PARTS if part.name not in left_out]
+def test_a_rehearsal_runs_a_part_of_every_kind(tmp_path):
+    """Tests, runs, a script and two processes; `make rehearse-gpu` runs all parts."""
+    rehearsed = [part for part in parts.PARTS if part.name in ("head", "dropout", "users", "profile", "two ranks")]
     file, names = tmp_path / "gpu.json", [part.name for part in rehearsed]
     # three times what a GPU gets: a part has its share of it, also on a machine that does other work
     arguments = ["--toy", "--parts", ",".join(names), "--output", str(file), "--seconds", "7200"]
@@ -375,8 +375,7 @@ def test_a_rehearsal_runs_a_part_of_every_script(tmp_path):
     assert (done.returncode, {part["status"] for part in found["parts"].values()}) == (0, {"done"})
     assert list(found["parts"]) == names
     tests = {name: part["passed"] for name, part in found["parts"].items() if name in TEST_PARTS}
-    assert sum(tests.values()) > 300
-    assert {name for name, passed in tests.items() if not passed} == {"flex attention"}
+    assert min(tests.values()) > 10
     for part in rehearsed:
         runs = found["parts"][part.name].get("runs", {})
         assert list(runs) == [one.name for one in part.runs]

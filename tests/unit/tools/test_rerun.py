@@ -84,6 +84,7 @@ def test_the_status_is_that_of_the_verdict_whatever_fails_later(run, monkeypatch
     assert rerun(run).exit_code == status
 
 
+@pytest.mark.full
 def test_a_process_that_fails_ends_the_others(run, monkeypatch):
     monkeypatch.setenv("STATUS", "1")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
