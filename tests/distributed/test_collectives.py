@@ -3,13 +3,14 @@
 Also errors on one process, which every process hears of wherever it is.
 """
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.distributed import collectives, tasks
 from tests.support.launch import two_processes
+from tests.support.selection import named
 from tests.support.trainers import error
 from tests.tolerances import DIFFERENT, UPDATE
 
@@ -33,8 +34,7 @@ def alone(tmp_path_factory):
     return collectives.learned(tmp_path_factory.mktemp("alone"))
 
 
-def marked(name: str, *values: Any) -> Any:
-    return pytest.param(name, *values, marks=[pytest.mark.full] if name in collectives.FULL else [])
+marked = partial(named, full=collectives.FULL)
 
 
 @pytest.mark.parametrize("name", map(marked, collectives.LEARNING))

@@ -12,6 +12,7 @@ import torch
 from tests.support import tool_runs
 from tests.support.launch import on_processes
 from tests.support.launches import metric_difference
+from tests.support.selection import named
 from tests.support.tool_runs import CASES, SETTINGS
 from tests.support.trainers import error
 from tests.tolerances import DIFFERENT, METRIC, UPDATE
@@ -62,14 +63,9 @@ def assert_same(one: dict[str, Any], other: dict[str, Any], rank: int = 0) -> No
     assert error(one["update"], other["update"]) <= UPDATE
 
 
-def marked(name: str, *values: Any, full: bool) -> Any:
-    return pytest.param(name, *values, marks=[pytest.mark.full] if full else [])
-
-
 @pytest.mark.parametrize(
     ("name", "processes", "size"),
-    [marked(name, 2, SIZES[name], full=name in FULL) for name in NAMES]
-    + [marked(name, 3, 2, full=True) for name in NAMES],
+    [named(name, 2, SIZES[name], full=FULL) for name in NAMES] + [named(name, 3, 2, full=NAMES) for name in NAMES],
 )
 def test_what_tools_answer_and_what_is_learned_do_not_depend_on_the_split(runs, name, processes, size):
     (alone,) = runs(name, 1, 24)
@@ -79,7 +75,7 @@ def test_what_tools_answer_and_what_is_learned_do_not_depend_on_the_split(runs, 
         assert_same(alone, other, rank)
 
 
-@pytest.mark.parametrize("name", [marked(name, full=name in FULL) for name in NAMES if name != "ahead"])
+@pytest.mark.parametrize("name", [named(name, full=FULL) for name in NAMES if name != "ahead"])
 def test_what_was_sampled_is_what_is_trained_on_token_for_token(runs, name):
     (alone,) = runs(name, 1, 24)
     by_key: dict[int, list[tuple[int, list[int], list[int]]]] = defaultdict(list)
@@ -103,7 +99,7 @@ def test_what_was_sampled_is_what_is_trained_on_token_for_token(runs, name):
     assert turned  # tools have answered
 
 
-@pytest.mark.parametrize("name", [marked(name, full=name in FULL) for name in NAMES])
+@pytest.mark.parametrize("name", [named(name, full=FULL) for name in NAMES])
 def test_every_case_calls_tools_and_learns(runs, name):
     (alone,) = runs(name, 1, 24)
     first = alone["log"][0]
@@ -120,7 +116,7 @@ def test_every_case_calls_tools_and_learns(runs, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "column"), [marked("leak", "transcript", full=False), marked("partial", "Partial", full=True)]
+    ("name", "column"), [named("leak", "transcript", full=FULL), named("partial", "Partial", full=FULL)]
 )
 def test_a_tool_or_a_reward_that_knows_its_process_is_seen(runs, name, column):
     (alone,) = runs(name, 1, 24)

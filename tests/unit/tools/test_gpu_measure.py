@@ -362,9 +362,10 @@ def test_a_measurement_without_a_gpu_says_so(monkeypatch, capsys):
 
 
 @pytest.mark.full
-def test_a_rehearsal_runs_a_part_of_every_kind(tmp_path):
-    """Tests, runs, a script and two processes; `make rehearse-gpu` runs all parts."""
-    rehearsed = [part for part in parts.PARTS if part.name in ("head", "dropout", "users", "profile", "two ranks")]
+def test_a_rehearsal_runs_a_part_of_every_script(tmp_path):
+    """`make rehearse-gpu` also runs the parts that are left out here: other shapes by the same script."""
+    left_out = ("long sequences", "shared prompt", "bitwise cost", "1.7B", "other forms", "sampling speed")
+    rehearsed = [part for part in parts.PARTS if part.name not in left_out]
     file, names = tmp_path / "gpu.json", [part.name for part in rehearsed]
     # three times what a GPU gets: a part has its share of it, also on a machine that does other work
     arguments = ["--toy", "--parts", ",".join(names), "--output", str(file), "--seconds", "7200"]
@@ -375,7 +376,8 @@ def test_a_rehearsal_runs_a_part_of_every_kind(tmp_path):
     assert (done.returncode, {part["status"] for part in found["parts"].values()}) == (0, {"done"})
     assert list(found["parts"]) == names
     tests = {name: part["passed"] for name, part in found["parts"].items() if name in TEST_PARTS}
-    assert min(tests.values()) > 10
+    assert sum(tests.values()) > 300
+    assert {name for name, passed in tests.items() if not passed} == {"flex attention"}
     for part in rehearsed:
         runs = found["parts"][part.name].get("runs", {})
         assert list(runs) == [one.name for one in part.runs]
