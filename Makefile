@@ -46,7 +46,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(ENGINES)  ## run the tests: every kind of proof, a covering choice of splits (ARGS for pytest; WORKERS=0 for one process)
 	@$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
-test-full: $(ENGINES)  ## run all tests: the full matrix of splits, every engine, stop and kill, the whole demo (three quarters of an hour or more)
+test-full: $(ENGINES)  ## run all tests: the full matrix of splits, every engine, stop and kill, the whole demo (three quarters of an hour)
 	@$(BIN)/python -m pytest -q -rx --full $(PARALLEL) $(ARGS)
 
 test-crash: $(READY)  ## kill runs at random moments, 50 times, and compare bits (about a quarter of an hour)
